@@ -13,12 +13,16 @@ Words after --sample are options of `nemo-kto sample`, such as --sample '-n 8 --
 A server samples faster. --serve starts it for the model of each round, and stops it before the training:
 
     --serve 'vllm serve {model} --port 8000' --endpoint http://localhost:8000
+
+It also ends when this script is killed (on Linux), and must be ready within --ready-minutes; a shell script must `exec` it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import http.client
 import json
 import shlex
 import signal
@@ -29,12 +33,19 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from urllib.parse import urlsplit
+
+from nemo_kto.errors import redacted
+
+REPORT_SECONDS = 10  # between two lines about a server that is not ready
+STOP_SECONDS = 60  # for a server to end, before it is killed
+PR_SET_PDEATHSIG = 1  # option of prctl(2)
 
 
 def nemo_kto(*words: object) -> None:
     """Run a command of nemo_kto, which is printed; end with its status if it fails."""
     arguments = [str(word) for word in words]
-    print(f"\n$ nemo-kto {shlex.join(arguments)}", flush=True)
+    print(redacted(f"\n$ nemo-kto {shlex.join(arguments)}"), flush=True)
     if status := subprocess.run([sys.executable, "-m", "nemo_kto.cli.main", *arguments], check=False).returncode:
         raise SystemExit(status)
 
@@ -44,32 +55,77 @@ def is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/health", timeout=10) as reply:  # nosec B310
             return bool(reply.status == 200)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 
+def end_with_script() -> None:
+    """Let this process, which becomes the server, end when the script ends in any way, also by kill -9."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], url: str, minutes: float) -> None:
+    """Wait for a server; end with an error if it ends, or is not ready in time."""
+    began = reported = time.monotonic()
+    while not is_ready(url):
+        now = time.monotonic()
+        if (status := server.poll()) is not None:
+            raise SystemExit(f"--serve must be a server, got a command that ended with status {status}; correct it")
+        if now - began >= minutes * 60:
+            got = f"got none at {redacted(url)}"
+            text = f"--serve must start a server that is ready within {minutes:g} minutes, {got}"
+            raise SystemExit(f"{text}; correct --serve or --endpoint, or raise --ready-minutes")
+        if now - reported >= REPORT_SECONDS:
+            reported = now
+            print(f"waiting for the server for {now - began:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(1)
+
+
 @contextlib.contextmanager
-def serving(command: str, url: str, model: str) -> Iterator[None]:
+def serving(command: list[str], url: str, model: str, minutes: float) -> Iterator[None]:
     """Run a server of a model until the block ends."""
     if is_ready(url):
         raise SystemExit(f"--endpoint must be free for the server of each model, got {url}, where one answers; stop that")
-    words = [word.replace("{model}", model) for word in shlex.split(command)]
-    print(f"\n$ {shlex.join(words)}", flush=True)
-    with subprocess.Popen(words) as server:
+    words = [word.replace("{model}", model) for word in command]
+    print(redacted(f"\n$ {shlex.join(words)}"), flush=True)
+    try:
+        server = subprocess.Popen(words, preexec_fn=end_with_script)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SystemExit(f"--serve must be a command that can be started, got {words[0]}: {error}; correct it") from None
+    try:
+        wait_until_ready(server, url, minutes)
+        yield
+    finally:
+        server.terminate()
         try:
-            while not is_ready(url):
-                if (status := server.poll()) is not None:
-                    raise SystemExit(f"--serve must be a server, got a command that ended with status {status}; correct it")
-                time.sleep(1)
-            yield
-        finally:
-            server.terminate()
+            server.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
 
 
 def good_share(thumbs: Path) -> float:
     """Return the share of good answers."""
     labels = [json.loads(line)["label"] for line in thumbs.read_text(encoding="utf-8").split("\n") if line]
     return fmean(labels)
+
+
+def command_words(text: str) -> list[str]:
+    """Return the words of a command; for argparse."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be words of a shell, got {text} ({error}); close the quote") from None
+
+
+def server_url(text: str) -> str:
+    """Return the address of a server; for argparse."""
+    with contextlib.suppress(ValueError):  # of a host or port that is none
+        url = urlsplit(text)
+        if url.scheme in ("http", "https") and (url.hostname or "").encode("idna") and url.port != 0:
+            return text
+    raise argparse.ArgumentTypeError(f"must be a URL, got {redacted(text) or 'nothing'}; e.g. http://localhost:8000")
 
 
 def parse() -> argparse.Namespace:
@@ -81,18 +137,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threshold", metavar="X", help="as for nemo-kto label")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of rounds (3)")
     parser.add_argument("--reference", choices=("first", "last"), default="last", help="model of the reference (last)")
-    parser.add_argument("--sample", type=shlex.split, default=[], metavar="OPTIONS", help="options of nemo-kto sample")
-    parser.add_argument("--serve", metavar="COMMAND", help="start a server of {model} with OpenAI's interface")
-    parser.add_argument("--endpoint", metavar="URL", help="address of that server")
+    parser.add_argument("--sample", type=command_words, default=[], metavar="OPTIONS", help="options of nemo-kto sample")
+    serve = "start a server of {model} with OpenAI's interface"
+    parser.add_argument("--serve", type=command_words, metavar="COMMAND", help=serve)
+    parser.add_argument("--endpoint", type=server_url, metavar="URL", help="address of that server")
+    ready = "minutes within which the server must be ready (30)"
+    parser.add_argument("--ready-minutes", type=float, default=30, metavar="N", help=ready)
     parser.add_argument("--out", type=Path, default=Path("runs/rounds"), help="folder of the rounds (runs/rounds)")
     flags = parser.parse_intermixed_args()
     if (flags.serve is None) != (flags.endpoint is None):
         parser.error("--serve and --endpoint must be given together, got one of them; add the other")
+    if flags.serve == []:
+        parser.error("--serve must be a command, got nothing; e.g. --serve 'vllm serve {model} --port 8000'")
     return flags
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a server is stopped, too
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # so that a server is stopped, too
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     flags = parse()
     threshold = [] if flags.threshold is None else ["--threshold", flags.threshold]
     model, first_answers = flags.model, flags.out / "1" / "answers.jsonl"
@@ -104,7 +166,7 @@ def main() -> None:
         if flags.serve is None:
             nemo_kto("sample", model, *sampling)
         elif not thumbs.is_file():  # the answers are complete before the first label
-            with serving(flags.serve, flags.endpoint, model):
+            with serving(flags.serve, flags.endpoint, model, flags.ready_minutes):
                 nemo_kto("sample", *sampling, "--endpoint", flags.endpoint, "--model", model)
         nemo_kto("label", answers, "--out", thumbs, "--score", flags.score, *threshold, "--round", number)
         shares.append(good_share(thumbs))

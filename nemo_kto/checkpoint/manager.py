@@ -66,7 +66,7 @@ from nemo_kto.checkpoint.writer import (
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.reference import SwappedWeights
-from nemo_kto.utils.files import NO_ROOM, REMOVING, WRITING, partial_folder, publish_folder, start_folder
+from nemo_kto.utils.files import NO_ROOM, REMOVING, WRITING, partial_folder, publish_folder, read_bytes, start_folder
 
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 _MORE_ROOM = "free some space, or keep fewer checkpoints with exp_manager.checkpoint_callback_params.save_top_k"
@@ -86,7 +86,7 @@ def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
 
 
 def _read_info(path: Path) -> dict[str, Any]:
-    return dict(json.loads((path / INFO).read_text(encoding="utf-8")))
+    return dict(json.loads(read_bytes(path / INFO)))
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:

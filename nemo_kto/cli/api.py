@@ -25,14 +25,13 @@ from nemo_kto.config.check import POSITIONS, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import config_type
 from nemo_kto.data.rows.arguments import data_prefix_of
-from nemo_kto.errors import UserError, either, show
+from nemo_kto.errors import UserError, either, redacted, show
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import ranks, signals
 from nemo_kto.report.record import check_not_in_use
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.text import redacted
 
 if TYPE_CHECKING:
     import pandas

@@ -25,7 +25,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.rounds.terminal import Collector, require_terminal
-from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.telemetry.console import take_over
 from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import print_error, terminal_line, terminal_text
 
@@ -50,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(
                 "--collect must be used without --json, whose answers are for a program, got both; leave one out"
             )
-    set_up_logging(rank=0)
     named = {flags.model: find_model("MODEL", flags.model)}
     if flags.against is not None:
         against = _starting_model(named[flags.model]) if flags.against == _BASE else flags.against

@@ -27,10 +27,10 @@ from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.device import device, environment
-from nemo_kto.errors import ConfigError, UserError, plural
+from nemo_kto.errors import ConfigError, UserError, plural, redacted
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
-from nemo_kto.utils.text import print_error, redact_file, redacted
+from nemo_kto.utils.text import print_error, redact_file
 
 
 class _Stop(SystemExit):
@@ -138,7 +138,7 @@ class Job:
                 ranks.fail(error, world=None)
             except RanksEnded as end:
                 if end.message:
-                    print_error(f"nemo-kto: {redacted(end.message)}")
+                    print_error(f"nemo-kto: {end.message}")
                 if end.status != signals.ENDED_EARLY:
                     with contextlib.suppress(OSError):
                         record_failure(run.folder, redacted(end.message), since=ranks.started_at())
@@ -221,7 +221,7 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, 
 
     All ranks find the same errors, and rank 0 prints them, except for files that are missing only on another machine.
     """
-    lines = list(dict.fromkeys(redacted(str(mistake)) for mistake in mistakes))
+    lines = list(dict.fromkeys(map(str, mistakes)))
     text = "\n".join(
         [
             f"nemo-kto: {plural(len(lines), 'mistake')} in the configuration, nothing was started",

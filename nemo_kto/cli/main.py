@@ -22,7 +22,7 @@ from nemo_kto.errors import UserError, either
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging
-from nemo_kto.utils.text import print_error, redacted, terminal_line
+from nemo_kto.utils.text import print_error, terminal_line
 
 # Only commands that compose a configuration import Hydra and the modules that need it.
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
     commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
     usage = _USAGE.format(commands=commands, names="|".join(RECIPES))
     if command in _PRINTING:
-        if command in ("plan", "check", "data tokenise"):
+        if command in ("plan", "check", "data tokenise", "chat", "sample", "label", "compare"):
             set_up_logging(rank=0)
         try:
             module, _, function = _PRINTING[command].partition(":")
@@ -174,7 +174,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
             if (status := run(arguments[len(command.split()) :])) is not None:
                 sys.exit(status)
         except UserError as error:
-            print_error(f"nemo-kto {command}: {redacted(str(error))}")
+            print_error(f"nemo-kto {command}: {error}")
             sys.exit(ranks.USAGE_ERROR)
     elif command == "--version":
         print(f"nemo-kto {__version__}")

@@ -15,11 +15,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_kto.cli import aligned
 from nemo_kto.data.rows.sources import validation_names
-from nemo_kto.errors import UserError, plural
+from nemo_kto.errors import UserError, plural, redacted
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.report.curves import Curve
 from nemo_kto.report.record import FAILED, RunRecord, read_run
-from nemo_kto.utils.text import redacted
 
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
 

@@ -19,7 +19,6 @@ from nemo_kto.config.saved_config import saved_value, settings_of_user
 from nemo_kto.config.schema import LAYOUT, RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.text import redacted
 
 POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}
 # Short words for keys of the command line; {name}: the algorithm.
@@ -34,10 +33,10 @@ _OVERRIDE = re.compile(r"[+~]\w|[^=]*=")  # +KEY, ~KEY or KEY=VALUE
 
 
 class InvalidConfig(UserError):
-    """A configuration with errors, which ``errors`` contains; in the message, secrets are redacted."""
+    """A configuration with errors, which ``errors`` contains."""
 
     def __init__(self, *, title: str, errors: Sequence[ConfigError]) -> None:
-        super().__init__(redacted("\n  ".join([f"{title}:", *dict.fromkeys(map(str, errors))])))
+        super().__init__("\n  ".join([f"{title}:", *dict.fromkeys(map(str, errors))]))
         self.errors = errors
 
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from nemo_kto.errors import UserError, plural
+from nemo_kto.errors import UserError, plural, redacted
 from nemo_kto.processes import signals
-from nemo_kto.utils.text import print_error, redacted, terminal_text
+from nemo_kto.utils.text import print_error, terminal_text
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def fail(error: BaseException, *, world: World | None) -> NoReturn:
     meanwhile. Secrets are redacted.
     """
     if isinstance(error, UserError):
-        _report(redacted(str(error)), world=world)
+        _report(str(error), world=world)
         exit_rank(USAGE_ERROR, world=world)
     whole = "".join(traceback.format_exception(error))
     text = redacted(whole)

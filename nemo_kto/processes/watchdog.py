@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_kto.device import device
+from nemo_kto.errors import describe
 from nemo_kto.processes import hangs, ranks
-from nemo_kto.utils.text import redacted
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -452,7 +452,7 @@ def explain(error: BaseException) -> None:
     if _current is None:
         return
     if not is_lost_connection(error):
-        _current.announce_exit(redacted(f"{type(error).__name__}: {error}")[:500])
+        _current.announce_exit(describe(error)[:500])
     elif (text := _current.find_lost()) is not None:
         error.args = (f"{error}\n\n{text}",)
     sys.stdout.flush()

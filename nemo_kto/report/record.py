@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.config.check import POSITIONS, override_value
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
-from nemo_kto.errors import UserError, either
+from nemo_kto.errors import HIDDEN, UserError, either
 from nemo_kto.report.curves import Curve, read_curves
 from nemo_kto.telemetry.evaluations import (
     EXTREMES_FILE,
@@ -37,7 +37,7 @@ from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarnin
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import certain_holder, last_holder, one_writer
 from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as, read_object_as
-from nemo_kto.utils.text import HIDDEN, mixture_name, terminal_text
+from nemo_kto.utils.text import mixture_name, terminal_text
 
 # Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run

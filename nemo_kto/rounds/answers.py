@@ -12,7 +12,7 @@ from nemo_kto.data.rows.files import read_rows
 from nemo_kto.data.rows.forms import row_place
 from nemo_kto.data.rows.prompts import read_prompts
 from nemo_kto.data.rows.reader import RowErrors
-from nemo_kto.data.rows.records import PromptRecord, Row, RowError, TextOrMessages
+from nemo_kto.data.rows.records import PromptRecord, Row, RowError, TextOrMessages, records_of_row
 from nemo_kto.errors import UserError, show
 from nemo_kto.rounds.rows import RowFile
 
@@ -73,9 +73,14 @@ def text_of(answer: TextOrMessages) -> str:
     message = answer[0]
     thoughts = [str(message[name]) for name in ("reasoning_content", "thinking") if message.get(name)]
     calls: Any = message.get("tool_calls") or []
+    calls = calls if isinstance(calls, list) else [calls]
     parts = [*(f"<think>\n{each}\n</think>" for each in thoughts), str(message.get("content") or "")]
-    parts += [f"<tool_call>\n{json.dumps(each.get('function', each), ensure_ascii=False)}\n</tool_call>" for each in calls]
+    parts += [f"<tool_call>\n{json.dumps(_function(each), ensure_ascii=False)}\n</tool_call>" for each in calls]
     return "\n\n".join(filter(None, parts))
+
+
+def _function(call: object) -> object:
+    return call.get("function", call) if isinstance(call, dict) else call
 
 
 def read_tasks(prompts: Path, settings: Mapping[str, Any]) -> dict[int, Task]:
@@ -195,6 +200,11 @@ def read_answers(path: Path) -> list[Sampled]:
             broken.add(path, line, f"must be an answer with {', '.join(_COLUMNS)}, {got}; write it with nemo-kto sample")
             continue
         value: Any = row
+        try:  # as the labelled row is read for training
+            records_of_row({"prompt": value["prompt"], "response": value["answer"], "label": True}, line)
+        except RowError as error:
+            broken.add(path, line, str(error))
+            continue
         source = {name: value[name] for name in ("model", "line", "index")}
         variables = value.get(VARIABLES) or {}
         sampled = Sampled(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 try:
     import httpx2 as httpx  # the name in huggingface_hub from version 2 on
 except ImportError:
     import httpx
 
-from nemo_kto.errors import UserError, printable, show
+from nemo_kto.errors import UserError, describe, plural, printable, refuse_broken, show, without_secret
 from nemo_kto.rounds.replies import NoAnswer, Reply, read_reply
 from nemo_kto.utils.text import print_error
+
+logger = logging.getLogger(__name__)
 
 API_KEY = "OPENAI_API_KEY"
 _ATTEMPTS = 6
@@ -24,7 +31,9 @@ _FIRST_DELAY, _MAX_DELAY = 0.5, 60.0  # seconds before the second attempt, doubl
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses of a server that may answer later
 _ABOUT_THE_PROMPT = frozenset({400, 413, 422})  # such as one above the context length
 _MAX_UNANSWERED = 10  # tasks in a row
-_TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may wait behind many others
+_MAX_SECONDS = 600.0  # of an attempt, after which there is no further one; an answer may wait behind many others
+_REPORT_SECONDS = 10.0  # between two lines about a server that sends nothing
+_MAX_BYTES = 2**24  # of a reply
 _CHAT = "/chat/completions"
 _VERSION = re.compile(r"[^/]/v\d+\w*(?=/|$)")  # in the path of a URL: /v1, /api/paas/v4, /v1beta/openai
 # Settings that some models refuse, and the names that these have for them
@@ -57,14 +66,18 @@ class Endpoint:
         Settings that are ``left_out`` are not sent. Raises UserError if the URL is none, or the server does not answer, or
         has several models.
         """
-        self._base, self._option, self._concurrency = _base(url), option, concurrency
-        if not self._base.startswith(("http://", "https://")):
-            raise UserError(f"{option} must be a URL, got {url}; e.g. {option} http://localhost:8000")
-        key = os.environ.get(API_KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=concurrency)
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, limits=limits)
+        refuse_broken("--model", model or "")
+        self._base, self._option, self._concurrency, self._key = _base(url, option), option, concurrency, _key()
+        headers = {"Accept-Encoding": "gzip, deflate"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        timeout, limits = httpx.Timeout(None, connect=10.0), httpx.Limits(max_connections=None)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+        try:
+            self._client = httpx.Client(headers=headers, timeout=timeout, limits=limits, cookies=no_cookies)
+        except Exception as error:  # of httpx and the packages for proxies and certificates
+            text = f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR must be usable for {option}"
+            raise UserError(f"{text}, got {describe(error)}; correct them, or leave them unset") from error
         self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._heard = self._reported = time.monotonic()  # last reply; last line about its absence
         self._names = dict[str, str | None].fromkeys(left_out)  # of settings for this server; None: not sent
         self.model = self._only_model() if model is None else model
 
@@ -92,6 +105,7 @@ class Endpoint:
     def map(self, ask: Callable[[T], Reply], tasks: Sequence[T]) -> Iterator[tuple[T, Reply | RefusedError]]:
         """Yield each task with its reply, or the server's refusal, in the order in which they come."""
         self._stopped.clear()
+        self._heard = self._reported = time.monotonic()
         waiting, done = iter(tasks), queue.SimpleQueue[tuple[T, Reply | BaseException]]()
         lock = threading.Lock()
 
@@ -145,32 +159,73 @@ class Endpoint:
 
         Raises UserError if the server cannot be used.
         """
-        for attempt in range(_ATTEMPTS):
+        began = time.monotonic()
+        for attempt in range(1, _ATTEMPTS + 1):
             wait, reply = "", None
             try:
-                response = self._client.request(method, self._base + path, **arguments)
-            except httpx.RequestError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except httpx.InvalidURL as error:
-                raise self._no_server(str(error)) from error
+                response, body = self._exchange(method, path, **arguments)
+            except Exception as error:  # of httpx, proxies, TLS and codecs
+                problem = describe(error)
             else:
-                reply = self._read(response, read)
+                reply = self._read(response, body, read)
                 if not (isinstance(reply, NoAnswer) and reply.may_pass):
                     return reply
                 wait = response.headers.get("retry-after", "")
-            delay = min(float(wait) if wait.isdecimal() else _FIRST_DELAY * 2**attempt, _MAX_DELAY)
-            if attempt + 1 < _ATTEMPTS and self._stopped.wait(delay):
+            delay = min(float(wait) if wait.isdecimal() else _FIRST_DELAY * 2 ** (attempt - 1), _MAX_DELAY)
+            if attempt == _ATTEMPTS or time.monotonic() - began >= _MAX_SECONDS or self._wait(self._stopped, delay):
                 break
+        count = f"in {plural(attempt, 'attempt')}"
         if isinstance(reply, NoAnswer):
-            return reply._replace(got=f"{reply.got} in {_ATTEMPTS} attempts")
-        raise self._silent(f"{problem} in {_ATTEMPTS} attempts")
+            return reply._replace(got=f"{reply.got} {count}")
+        raise self._silent(f"{problem} {count}")
 
-    def _read(self, response: httpx.Response, read: Callable[[Any], T | NoAnswer]) -> T | NoAnswer:
-        status, text = response.status_code, response.text
+    def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[httpx.Response, bytes]:
+        """Return a reply and its content, received in a thread, because a timeout of httpx starts again with each byte."""
+        done, found = threading.Event(), list[tuple[httpx.Response, bytes] | Exception]()
+
+        def receive() -> None:
+            try:
+                with self._client.stream(method, self._base + path, **arguments) as response:
+                    if re.search("br|zstd", encoding := response.headers.get("content-encoding", "")):
+                        raise ValueError(f"a reply with Content-Encoding {encoding}, whose size is unlimited")
+                    body = bytearray()
+                    for chunk in response.iter_bytes():
+                        body += chunk
+                        if len(body) > _MAX_BYTES:
+                            break
+                    found.append((response, bytes(body)))
+            except Exception as error:
+                found.append(error)
+            done.set()
+
+        threading.Thread(target=receive, daemon=True).start()
+        if not self._wait(done, _MAX_SECONDS):
+            raise TimeoutError(f"no complete reply in {_MAX_SECONDS:g} s")
+        self._heard = self._reported = time.monotonic()
+        if isinstance(reply := found[0], Exception):
+            raise reply
+        return reply
+
+    def _wait(self, event: threading.Event, seconds: float) -> bool:
+        """Wait for an event, and log at intervals that the server sends nothing; return whether it came in time."""
+        end = time.monotonic() + seconds
+        while not event.wait(max(0.0, min(end - time.monotonic(), _REPORT_SECONDS / 10))):
+            if (now := time.monotonic()) >= end:
+                return False
+            with self._lock:
+                if now - self._reported >= _REPORT_SECONDS:
+                    self._reported = now
+                    logger.info("waiting for %s, which has sent no reply for %.0f s", self._base, now - self._heard)
+        return True
+
+    def _read(self, response: httpx.Response, body: bytes, read: Callable[[Any], T | NoAnswer]) -> T | NoAnswer:
+        if len(body) > _MAX_BYTES:
+            return NoAnswer(f"a reply of more than {_MAX_BYTES:,} bytes", "allow fewer tokens, or leave the prompt out")
+        status, text = response.status_code, without_secret(body.decode("utf-8", "replace"), self._key)
         if response.is_success:
             try:
-                return read(response.json())
-            except ValueError:
+                return read(self._public(json.loads(body)))
+            except (ValueError, RecursionError):
                 return NoAnswer(f"a reply that is not JSON: {show(text, 200)}", may_pass=True)
         problem = f"status {status}: {printable(text.strip())}"
         if status in _BUSY:
@@ -178,6 +233,14 @@ class Endpoint:
         if status in _ABOUT_THE_PROMPT or (status == 403 and "flagged" in text):  # by OpenRouter's filter
             return NoAnswer(problem, "correct the request as the server says, or leave the prompt out", refusal=text)
         raise self._no_server(problem)
+
+    def _public(self, value: Any) -> Any:
+        """Return JSON without lone surrogates, which no file takes, and without the key, which a server may quote."""
+        if isinstance(value, str):
+            return without_secret(value.encode("utf-8", "replace").decode(), self._key)
+        if isinstance(value, dict):
+            return {self._public(name): self._public(inner) for name, inner in value.items()}
+        return [self._public(inner) for inner in value] if isinstance(value, list) else value
 
     def _silent(self, problem: str) -> UserError:
         text = f"{self._option} must be a server that answers, got {self._base} with {problem}"
@@ -188,9 +251,25 @@ class Endpoint:
         return UserError(f"{text}; correct the URL, --model or {API_KEY}")
 
 
-def _base(url: str) -> str:
+def _key() -> str:
+    """Return the key without white space around it, as of a line of a file; UserError, without it, if it cannot be sent."""
+    key = os.environ.get(API_KEY, "").strip()
+    if wrong := re.search("[^!-~]", key):
+        text = f"{API_KEY} must be ASCII without spaces and line breaks, got another character at place {wrong.start() + 1}"
+        raise UserError(f"{text} of {len(key)}; set the key alone")
+    return key
+
+
+def _base(url: str, option: str) -> str:
     """Return the address before "/chat/completions", with a version: /v1, if the URL has none and does not end so."""
     base = url.rstrip("/")
+    try:
+        parts, _ = urlsplit(base), httpx.URL(base)
+        is_url = parts.scheme in ("http", "https") and parts.port != 0 and bool((parts.hostname or "").encode("idna"))
+    except (httpx.InvalidURL, ValueError):
+        is_url = False
+    if not is_url:
+        raise UserError(f"{option} must be a URL, got {url}; e.g. {option} http://localhost:8000")
     is_whole = base.endswith(_CHAT)
     return base.removesuffix(_CHAT) if is_whole or _VERSION.search(base) else f"{base}/v1"
 

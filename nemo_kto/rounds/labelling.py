@@ -132,8 +132,9 @@ class Labelling:
 
     def undo(self) -> None:
         """Go back to the question before, and remove its verdict."""
-        if self._has_row and self._has_row.pop():
+        if self._has_row and self._has_row[-1]:
             self._file.remove_last()
+        del self._has_row[-1:]
 
 
 def _key(line: object, indices: Iterable[object]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from nemo_kto.errors import UserError
 from nemo_kto.rounds.answers import messages_of, text_of
 from nemo_kto.rounds.labelling import Labelling
 
 _PAGE = Path(__file__).with_name("page.html")
 _MAX_REQUEST = 2**16  # bytes
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 _VERDICTS = {"first": True, "second": False, "skip": None}
 
 
@@ -34,6 +37,11 @@ class PageServer(ThreadingHTTPServer):
         self._labelling, self._token, self._lock = labelling, secrets.token_urlsafe(16), threading.Lock()
         super().__init__(("127.0.0.1", 0), _Handler)
         self.address = f"http://127.0.0.1:{self.server_address[1]}/?token={self._token}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over browsers that close their connection before they have their reply."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def knows(self, token: str) -> bool:
         """Return whether a request has the token."""
@@ -66,6 +74,7 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
+    timeout = 60  # seconds without a byte
 
     def log_message(self, *_: object) -> None:
         """Log nothing: addresses have the token."""
@@ -91,18 +100,20 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.state()
 
     def _answer(self, pages: dict[str, Callable[[], tuple[str, bytes]]]) -> None:
-        url = urlsplit(self.path)
-        kind, content, status = "text/plain", b"open the address that nemo-kto label has printed\n", 403
-        if self.server.knows(parse_qs(url.query).get("token", [""])[0]):
-            status, content = 404, b""
-            if url.path in pages:
-                try:
+        kind, content, status = "text/plain; charset=utf-8", b"open the address that nemo-kto label has printed\n", 403
+        try:
+            url = urlsplit(self.path)
+            if self.server.knows(parse_qs(url.query).get("token", [""])[0]):
+                status, content = 404, b""
+                if url.path in pages:
                     (kind, content), status = pages[url.path](), 200
-                except (ValueError, AttributeError):
-                    status = 400
+        except UserError as error:  # such as a full disk; the page shows it, and the same verdict may be given again
+            status, content = 507, str(error).encode()
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            status = 400
         self.send_response(status)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
-        for name, value in {**headers, "Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}.items():
+        headers = {"Content-Type": kind, "Content-Length": str(len(content)), **_HEADERS}
+        for name, value in {**headers, "Content-Security-Policy": f"{_POLICY}; frame-ancestors 'none'"}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

@@ -74,7 +74,6 @@ def read_reply(content: Any) -> Reply | NoAnswer:
         return NoAnswer(f"thoughts without an answer: finish_reason {finish}", _LEAVE_OUT)
     if message.get("content") is None:
         return NoAnswer(f"null as content: finish_reason {finish}", _LEAVE_OUT)
-    text, thoughts = (each.encode("utf-8", "replace").decode() for each in (text, thoughts))  # without lone surrogates
     return Reply([{"role": "assistant", "content": text, THOUGHTS: thoughts}] if thoughts else text, finish)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
-from nemo_kto.errors import UserError
-from nemo_kto.utils.files import make_folder, read_lines
-from nemo_kto.utils.locks import locked
+from nemo_kto.errors import UserError, refuse_broken
+from nemo_kto.utils.files import MAX_LINE_BYTES, irregular, make_folder, read_lines
+from nemo_kto.utils.locks import lock_content, locked
 
 _START = b'{"prompt": '  # of every row
 
@@ -20,8 +21,8 @@ _START = b'{"prompt": '  # of every row
 class RowFile:
     """The rows of a file, to whose end rows are appended, or from which they are removed; threads may share it."""
 
-    def __init__(self, *, path: Path, file: BinaryIO) -> None:
-        """Read the rows of a file that is open for appending; UserError if a line is no object.
+    def __init__(self, *, path: Path, file: io.FileIO) -> None:
+        """Read the rows of a file that is open for appending, without a buffer; UserError if a line is no object.
 
         A last line that a killed process left incomplete is removed.
         """
@@ -31,28 +32,34 @@ class RowFile:
         self._file = file
         self._ends = [0]  # the byte after each row
         file.seek(0)
-        for number, line in enumerate(read_lines(file), start=1):
-            is_whole = line.endswith(b"\n")
+        reader, line = io.BufferedReader(file), b"\n"
+        for number, line in enumerate(read_lines(reader), start=1):
             try:
+                if len(line) > MAX_LINE_BYTES:
+                    raise ValueError(f"it has more than {MAX_LINE_BYTES:,} bytes")
                 row = json.loads(line)
                 if not isinstance(row, dict):
                     raise ValueError("it is no object")
-            except ValueError as error:
-                if not is_whole and line[: len(_START)] == _START[: len(line)]:  # written when the command was killed
+            except (ValueError, RecursionError) as error:
+                is_cut = not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
+                if is_cut and line[: len(_START)] == _START[: len(line)]:  # written when the command was killed
                     file.truncate(self._ends[-1])
                     break
                 text = f"{path}:{number}: must be a JSON object, but {error}"
                 raise UserError(f"{text}; remove the line, or name another file") from error
             self.rows.append(row)
             self._ends.append(self._ends[-1] + len(line))
-            if not is_whole:  # of an editor
-                self._ends[-1] += 1
+        else:
+            if not line.endswith(b"\n"):  # of an editor
                 self._write(b"\n")
+                self._ends[-1] += 1
+        reader.detach()
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Append rows; they are on disk when this returns."""
-        lines = [(json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows]
+        """Append rows, on disk when this returns; UserError, with the file as before, if they cannot be written."""
+        lines = [self._line(row) for row in rows]
         with self.lock:
+            self._refuse_other_writers()
             self._write(b"".join(lines))
             for row, line in zip(rows, lines, strict=True):
                 self.rows.append(dict(row))
@@ -61,21 +68,43 @@ class RowFile:
     def remove_last(self) -> None:
         """Remove the last row."""
         with self.lock:
+            self._refuse_other_writers()
             self._file.truncate(self._ends[-2])
             self.rows.pop()
             self._ends.pop()
 
+    def _line(self, row: Mapping[str, Any]) -> bytes:
+        refuse_broken(f"{self.path}: a row", text := json.dumps(row, ensure_ascii=False) + "\n")
+        if len(line := text.encode()) > MAX_LINE_BYTES:
+            got = f"got {len(line):,}; leave its prompt out, or allow shorter answers"
+            raise UserError(f"{self.path}: a row must have at most {MAX_LINE_BYTES:,} bytes, {got}")
+        return line
+
+    def _refuse_other_writers(self) -> None:
+        if (size := os.fstat(self._file.fileno()).st_size) != self._ends[-1]:
+            got = f"got {size:,} bytes instead of {self._ends[-1]:,}"
+            raise UserError(f"{self.path} must be changed by this command alone, {got}; start the command again")
+
     def _write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+            os.fsync(self._file.fileno())
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._ends[-1])  # the next row must not follow a part of this one
+            if not isinstance(error, OSError):
+                raise
+            text = f"{self.path} cannot be written: {error.strerror}; make room, and repeat the command, which continues"
+            raise UserError(text) from error
 
 
 @contextlib.contextmanager
 def open_rows(path: Path, *, option: str) -> Iterator[RowFile]:
     """Open the file of an option for the block, created if it does not exist; UserError if it cannot be used.
 
-    One process at a time may have it open.
+    One process at a time may have it open, whatever links it has.
     """
 
     def refuse(who: str) -> NoReturn:
@@ -84,9 +113,14 @@ def open_rows(path: Path, *, option: str) -> Iterator[RowFile]:
 
     with contextlib.ExitStack() as opened:
         try:
-            make_folder(path.parent, private=False)
-            opened.enter_context(locked(path.with_name(f".{path.name}.lock"), when_held=refuse))
-            file = opened.enter_context(path.open("a+b"))
+            if (kind := irregular(path)) is not None:
+                raise UserError(f"{option} must be a regular file, got {path}, which is {kind}; name another file")
+            target = Path(os.path.realpath(path))
+            make_folder(target.parent, private=False)
+            opened.enter_context(locked(target.with_name(f".{target.name}.lock"), when_held=refuse))
+            file = opened.enter_context(target.open("a+b", buffering=0))
+            if not lock_content(file.fileno()):  # by another name of the same file
+                refuse("another process")
         except OSError as error:
             remedy = "correct the path, or give this user permission to write there"
             raise UserError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from nemo_kto.data.rows.records import TextOrMessages
-from nemo_kto.errors import UserError, import_object, plural, printable, show
+from nemo_kto.errors import UserError, describe, import_object, plural, printable, show
 from nemo_kto.rounds.answers import Sampled, messages_of, text_of
 from nemo_kto.rounds.endpoint import Endpoint, RefusedError
 from nemo_kto.rounds.labelling import Question
@@ -46,9 +46,10 @@ class Scorer:
                 isinstance(value, bool | int | float) and abs(value) <= sys.float_info.max
             ):  # neither inf nor nan, nor 10**400
                 return value
-        except Exception as error:  # user code may raise anything
-            text = f"{answer.place}: {self._path} raised {type(error).__name__}: {printable(str(error))}"
-            raise UserError(text) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # user code may raise anything, and end the process by SystemExit
+            raise UserError(f"{answer.place}: {self._path} raised {printable(describe(error))}") from error
         raise UserError(f"{answer.place}: {self._path} must return a finite number or a bool, got {show(value)}")
 
     def scores(self, answers: Sequence[Sampled]) -> Scores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # thoughts with their end, whose beginning the template of some models writes, and without one
-_THOUGHTS = re.compile(r".*(?:</think(?:ing)?>|\[/THINK\]|<\|channel\|>final<\|message\|>|assistantfinal)", re.DOTALL)
+_THOUGHTS = re.compile(r"\A.*(?:</think(?:ing)?>|\[/THINK\]|<\|channel\|>final<\|message\|>|assistantfinal)", re.DOTALL)
 _UNFINISHED = re.compile(r"(?:<think(?:ing)?>|\[THINK\]|<\|channel\|>analysis|\Aanalysis(?! )).*", re.DOTALL)
 # what LaTeX, JSON and Markdown write around a word
 _REPLACED = (
@@ -59,7 +59,8 @@ def read_verdict(reply: str, words: tuple[str, str]) -> bool | None:
     text = text.lower().replace("\0", "X").replace("\1", "Y").strip()
     found = set(_NAMED.findall(text))
     for sentence in [] if found else map(str.strip, _SENTENCE.split(text)):
+        doubt = _DOUBT.search(sentence)
         for match in _STATED.finditer(sentence):
-            if not sentence.endswith("?") and not _DOUBT.search(sentence, 0, match.end()):
+            if not sentence.endswith("?") and (doubt is None or doubt.end() > match.end()):
                 found |= {*match.groups()} - {None}
     return found == {"X"} if len(found) == 1 else None

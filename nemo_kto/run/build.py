@@ -71,7 +71,7 @@ from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
-from nemo_kto.utils.text import redacted, redacted_value
+from nemo_kto.utils.text import redacted_value
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def train(run: ResolvedRun) -> None:
         timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes),
         settings={f"model.{name}": getattr(model, name) for name in START},
     )
-    with hold_run_folder(run.folder), collect_warnings(redact=redacted) as warnings:
+    with hold_run_folder(run.folder), collect_warnings() as warnings:
         _train(resolve_precision(agree_on_models(run)), warnings)
 
 
@@ -374,7 +374,6 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
         "samples": settings.samples.enabled,
         "val_prefixes": [*run.validation_titles.values()],
-        "redact": redacted,
     }
 
 

@@ -26,7 +26,7 @@ from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_val
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, describe, redacted
 from nemo_kto.huggingface.folders import check_target
 from nemo_kto.huggingface.weights import export_bytes
 from nemo_kto.processes.ranks import requeue
@@ -54,7 +54,7 @@ from nemo_kto.run.summary import end_table
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
 from nemo_kto.utils.saved_records import read_object_as
-from nemo_kto.utils.text import print_error, redacted
+from nemo_kto.utils.text import print_error
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ def record_failure(run: ResolvedRun, trainer: DPOTrainer) -> Iterator[None]:
         _end(run, STOPPED, "" if trainer.stop is None else trainer.stop.text)
         raise
     except BaseException as error:
-        _end(run, FAILED, redacted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+        _end(run, FAILED, describe(error))
         raise
 
 

@@ -12,9 +12,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
+from nemo_kto.errors import redacted
 from nemo_kto.utils.text import terminal_text
 
 DEFAULT_WIDTH = 80  # of a terminal that does not report its width
@@ -37,15 +38,15 @@ def terminal_width(stream: TextIO) -> int | None:
 
 
 class _Tolerant:
-    """Stream that drops text which cannot be written; ``problem`` holds the first error."""
+    """Stream that drops text which cannot be written; ``problem`` holds the first error, ``public`` removes secrets."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, public: Callable[[str], str]) -> None:
+        self._stream, self._public = stream, public
         self.problem: OSError | None = None
 
     def write(self, text: str) -> int:
         with self._tolerated():
-            self._stream.write(text)
+            self._stream.write(self._public(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -79,7 +80,9 @@ class _Tolerant:
 
 
 def protect() -> None:
-    """Make stdout and stderr of this process fault-tolerant; a second call has no effect."""
+    """Make stdout, stderr and warnings of this process fault-tolerant and readable; a second call has no effect."""
+    logging.lastResort = _Handler(stream=None, rank=0)  # of commands that do not set up logging
+    logging.lastResort.setLevel(logging.WARNING)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -92,7 +95,7 @@ def protect() -> None:
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for characters that the encoding of the terminal lacks
         if not isinstance(stream, _Tolerant):
-            setattr(sys, name, _Tolerant(stream))
+            setattr(sys, name, _Tolerant(stream, public=redacted if name == "stderr" else str))
 
 
 @contextlib.contextmanager
@@ -133,7 +136,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         return bool(super().filter(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        text = terminal_text(super().format(record).rstrip())
+        text = terminal_text(redacted(super().format(record).rstrip()))
         if record.levelno < logging.WARNING:
             return text
         mark, colour = ("error", _RED) if record.levelno >= logging.ERROR else ("warning", _YELLOW)

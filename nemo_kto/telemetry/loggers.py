@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, describe, redacted
 from nemo_kto.telemetry.evaluations import (
     EXTREMES_FILE,
     REWARDS_FILE,
@@ -156,7 +156,6 @@ class RunLogger:
         mlflow: Mapping[str, object] | None = None,
         samples: bool = False,
         val_prefixes: Sequence[str] = ("val/",),
-        redact: Callable[[str], str] = str,
     ) -> None:
         """Open the sinks in the run folder, which is created if it does not exist.
 
@@ -170,10 +169,8 @@ class RunLogger:
                 MLflow writes to ``folder``/mlflow.db and mlflow_artifacts.
             samples: open samples.jsonl for :meth:`log_samples`.
             val_prefixes: prefixes of the metrics of the validation sets.
-            redact: remove secrets from an error message.
         """
         self._sinks: dict[str, Any] = {}  # name -> object with the methods of Lightning's loggers
-        self._redact = redact
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +190,7 @@ class RunLogger:
                 self._sinks[name] = open_sink()
             except Exception as error:  # tracking services may raise any exception
                 if resumed_step is None:
-                    raise UserError(_cannot_open(name, redact(_one_line(error)))) from error
+                    raise UserError(_cannot_open(name, _one_line(error))) from error
                 self._drop(name, error)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -235,7 +232,7 @@ class RunLogger:
 
     def _drop(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
-        logger.warning("the log %s failed, and the run continues without it: %s", name, self._redact(_one_line(error)))
+        logger.warning("the log %s failed, and the run continues without it: %s", name, _one_line(error))
 
 
 def check_loggers(
@@ -246,7 +243,6 @@ def check_loggers(
     mlflow: Mapping[str, object] | None = None,
     samples: bool = False,
     val_prefixes: Sequence[str] = (),
-    redact: Callable[[str], str] = str,
 ) -> None:
     """Raise a UserError that names all loggers of a new run that :class:`RunLogger` could not open with these arguments.
 
@@ -272,7 +268,7 @@ def check_loggers(
         try:
             check()
         except Exception as error:  # tracking services may raise any exception
-            failures.append(_cannot_open(name, redact(_one_line(error))))
+            failures.append(_cannot_open(name, _one_line(error)))
     if failures:
         raise UserError("\n  ".join(["nothing was started:", *failures]) if len(failures) > 1 else failures[0])
 
@@ -327,8 +323,7 @@ def import_package(module: str, *, package: str | None = None) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())
+    return " ".join((str(error) if isinstance(error, UserError) else describe(error)).split())
 
 
 def _cannot_open(name: str, why: str) -> str:
@@ -415,10 +410,8 @@ class WarningsFile(logging.Handler):
     folder as it was.
     """
 
-    def __init__(self, *, redact: Callable[[str], str] = str) -> None:
-        """``redact`` removes secrets from a text."""
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._redact = redact
         self._waiting: list[dict[str, object]] = []
         self._seen: set[str] = set()
         self._lines: JsonLines | None = None
@@ -434,7 +427,7 @@ class WarningsFile(logging.Handler):
         self._waiting = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self._redact(record.getMessage())
+        text = redacted(record.getMessage())
         if text in self._seen or len(self._seen) >= _MAX_WARNINGS:
             return
         self._seen.add(text)
@@ -453,9 +446,9 @@ class WarningsFile(logging.Handler):
 
 
 @contextlib.contextmanager
-def collect_warnings(*, redact: Callable[[str], str] = str) -> Iterator[WarningsFile]:
+def collect_warnings() -> Iterator[WarningsFile]:
     """Collect all warnings and errors of the process within the block, for the file of a run."""
-    handler = WarningsFile(redact=redact)
+    handler = WarningsFile()
     logging.root.addHandler(handler)
     try:
         yield handler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -56,7 +57,7 @@ _FORMATS: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
 )
 
 
-def open_file(file: str | Path) -> BinaryIO:
+def open_file(file: str | Path) -> io.BufferedReader:
     """Open a regular file, or a link to one, for reading; OSError otherwise, whose ``strerror`` tells the cases apart.
 
     Other kinds are rejected without blocking: a FIFO would block until it has a writer, and a device may never end.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from nemo_kto.utils.files import make_folder, publish_file
+from nemo_kto.utils.files import make_folder, open_file, publish_file, read_bytes
 from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _HASH = re.compile(rb"[0-9a-f]{64}")
 
 def file_hash(file: Path) -> str:
     """Return the SHA-256 of a file's content."""
-    with file.open("rb") as content:
+    with open_file(file) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
@@ -38,7 +38,7 @@ def stored_hash(file: Path, compute: Callable[[], str], *, private: bool) -> str
 def _read_hash(file: Path) -> str | None:
     """Return the hash stored in a file; None if the file does not exist, or is damaged, as after a crash of the machine."""
     try:
-        text = file.read_bytes()
+        text = read_bytes(file)
     except FileNotFoundError:
         return None
     if _HASH.fullmatch(text):

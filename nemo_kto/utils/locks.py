@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_kto.utils.files import publish_file, remove_unpublished
+from nemo_kto.utils.files import open_file, publish_file, remove_unpublished
 
 logger = logging.getLogger(__name__)
 
@@ -199,10 +199,10 @@ def _acquire(file: Path, when_held: Callable[[str], None], mode: int) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def _lock(handle: int) -> bool | None:
+def _lock(handle: int, lock: Callable[[int, int], object] = fcntl.lockf) -> bool | None:
     """Try to take the kernel's lock; return whether that succeeded, or None if the file system has no locks."""
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD_BY_OTHERS:
             return False
@@ -210,6 +210,17 @@ def _lock(handle: int) -> bool | None:
             return None
         raise
     return True
+
+
+def lock_content(handle: int) -> bool:
+    """Lock an open file under all its names until it is closed; False if another process holds it and does not exit.
+
+    Where the file system has no locks, the file counts as locked.
+    """
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (free := _lock(handle, fcntl.flock)) is False and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return free is not False
 
 
 class _OwnerWatch:
@@ -249,7 +260,7 @@ def _read(owner: Path) -> tuple[str, int]:
     The file is opened because a network file system then queries its server.
     """
     try:
-        with owner.open(encoding="utf-8") as handle:
-            return handle.read(), os.fstat(handle.fileno()).st_mtime_ns
+        with open_file(owner) as handle:
+            return handle.read(2**16).decode(), os.fstat(handle.fileno()).st_mtime_ns
     except (OSError, ValueError):
         return "", 0

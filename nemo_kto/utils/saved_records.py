@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from nemo_kto.errors import plural
-from nemo_kto.utils.files import open_file, read_bytes, read_lines
+from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, read_bytes, read_lines
 
 Kind = TypeVar("Kind")
 Count = Annotated[int, Ge(0), Lt(2**53)]  # exact as a float
@@ -36,7 +36,7 @@ def read_lines_as(kind: type[Kind], file: Path, damaged: list[str] | None = None
                 try:
                     yield adapter.validate_json(line, strict=True)
                 except ValidationError:
-                    wrong += [number] if line.endswith(b"\n") else []
+                    wrong += [number] if line.endswith(b"\n") or len(line) > MAX_LINE_BYTES else []
     except FileNotFoundError:
         return
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 import shlex
 import sys
@@ -11,28 +10,10 @@ import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
+from nemo_kto.errors import HIDDEN, SECRET, SECRET_NAME, redacted
 from nemo_kto.utils.files import publish_file
 
-HIDDEN = "***"
-_MIN_LENGTH = 8  # of a secret in the environment; a shorter one would also match ordinary words
-_SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"  # nosec B105  # names of secrets
-_NAME = re.compile(rf"(?:^|_){_SECRET}$", re.IGNORECASE)
-_NAMED = re.compile(rf"\b((?:\w*_)?{_SECRET}\s*[:=]\s*)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s,'\"\]}}]+)", re.IGNORECASE)
-_IN_TEXT = (
-    (re.compile(r"(?<=://)[^\s'\"]+(?=@)"), HIDDEN),  # credentials in a URL: user:password, or a token
-    (re.compile(rf"([?&][\w.-]*{_SECRET}=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # Hugging Face's tokens
-)
-
-
-def redacted(text: str) -> str:
-    """Redact passwords in URLs, Hugging Face tokens, and values of environment variables whose names mark secrets."""
-    for pattern, instead in _IN_TEXT:
-        text = pattern.sub(instead, text)
-    secrets = {value for name, value in os.environ.items() if _NAME.search(name) and len(value) >= _MIN_LENGTH}
-    for value in sorted(secrets, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    return text
+_NAMED = re.compile(rf"\b((?:\w*_)?{SECRET}\s*[:=]\s*)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s,'\"\]}}]+)", re.IGNORECASE)
 
 
 def redact_file(file: Path) -> None:
@@ -50,7 +31,7 @@ def redacted_value(value: object) -> object:
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, Mapping):
-        secret = {key for key, inner in value.items() if isinstance(inner, str) and _NAME.search(str(key))}
+        secret = {key for key, inner in value.items() if isinstance(inner, str) and SECRET_NAME.search(str(key))}
         return {key: HIDDEN if key in secret else redacted_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redacted_value(inner) for inner in value]
@@ -79,8 +60,8 @@ def terminal_line(text: str) -> str:
 
 
 def print_error(text: str) -> None:
-    """Write a message to stderr as :func:`terminal_text`."""
-    sys.stderr.write(f"{terminal_text(text)}\n")
+    """Write a message to stderr as :func:`terminal_text`, without secrets."""
+    sys.stderr.write(f"{terminal_text(redacted(text))}\n")
     sys.stderr.flush()
 
 

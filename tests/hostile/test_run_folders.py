@@ -12,9 +12,10 @@ from nemo_kto.config import compose
 from nemo_kto.config.saved_config import save_config
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import UserError
-from nemo_kto.telemetry.loggers import JsonLines, saved_run_id
+from nemo_kto.telemetry.loggers import JsonLines, read_metrics, saved_run_id
 from nemo_kto.utils.files import MAX_LINE_BYTES
-from tests.helpers.messages import assert_names
+from nemo_kto.utils.locks import last_holder, locked
+from tests.helpers.messages import Message, assert_names
 from tests.unit.conftest import composed
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {
@@ -56,6 +57,27 @@ def test_a_configuration_path_that_is_not_a_file_is_replaced(
     assert_names(capsys.readouterr().err, str(file), "cannot be read")
     assert file.is_file()
     assert not file.is_symlink()
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_an_owner_of_a_lock_that_is_not_a_file_is_unknown(kind: str, tmp_path: Path) -> None:
+    IRREGULAR[kind](tmp_path / ".lock.owner")
+    assert last_holder(tmp_path / ".lock") is None
+    with locked(tmp_path / ".lock", when_held=lambda who: None):
+        assert (tmp_path / ".lock.owner").is_file()
+
+
+def test_a_line_above_the_limit_is_damage(tmp_path: Path) -> None:
+    """The lines after it are not read, which must be said."""
+    file = tmp_path / "metrics.jsonl"
+    with file.open("wb") as handle:
+        handle.write(b'{"step": 1, "train/loss": 0.5}\n')
+        handle.truncate(2 * MAX_LINE_BYTES)
+        handle.seek(0, os.SEEK_END)
+        handle.write(b'\n{"step": 2, "train/loss": 0.5}\n')
+    damaged = list[str]()
+    assert [line["step"] for line in read_metrics(file, damaged)] == [1]
+    assert damaged == [Message("1 line", "metrics.jsonl", "line 2")]
 
 
 def test_metrics_without_lines_are_set_aside(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from nemo_kto.chat.session import Answer, ChatModel
 from nemo_kto.cli.rounds import compare, label, sample
 from tests.helpers.commands import environment
+from tests.helpers.messages import Message
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "rounds" / "run.py"
 TINY = ["hardware=cpu", "trainer.kto.max_steps=2", "model.global_batch_size=8", "export.report=false"]
@@ -101,6 +102,91 @@ def assert_complete(rounds: Path, *, answers: int, output: str) -> list[float]:
     for number, share in enumerate(shares):
         assert f"{number:11}  {share:.1%}" in output
     return shares
+
+
+SERVER = """
+import os, socket, sys, time
+open("pid", "w").write(str(os.getpid()))
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as listener:
+    while True:
+        connection, _ = listener.accept()
+        connection.sendall(b"SSH-2.0-none\\r\\n")
+        connection.close()
+"""
+
+
+def with_server(folder: Path, serve: str, endpoint: str, *words: str) -> list[str]:
+    """The command whose server is no server of models."""
+    (folder / "serve.py").write_text(SERVER)
+    (folder / "prompts.txt").write_text("?")
+    given = ["m", "prompts.txt", "--score", "mine.f", "--serve", serve, "--endpoint", endpoint, *words]
+    return [sys.executable, str(SCRIPT), *given]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number: int = free.getsockname()[1]
+        return number
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("serve", "endpoint", "parts"),
+    [
+        ("", "http://localhost:1", ["--serve", "a command", "got nothing", "vllm serve"]),
+        ("'open", "http://localhost:1", ["--serve", "'open", "close the quote"]),
+        ("gone-command {model}", "http://localhost:1", ["--serve", "gone-command", "correct it"]),
+        ("false", "http://localhost:1", ["--serve", "status 1", "correct it"]),
+        ("x", "", ["--endpoint", "a URL", "got nothing", "http://localhost:8000"]),
+        ("x", "http://[", ["--endpoint", "a URL", "http://["]),
+        ("x", "http://a..b", ["--endpoint", "a URL", "http://a..b"]),
+        ("x", "ftp://me:pass1word@host", ["--endpoint", "a URL", "ftp://***@host"]),
+        ("{python} serve.py {port}", "http://127.0.0.1:{port}", ["--serve", "ready within 0.03 minutes", "--ready-minutes"]),
+        ("{python} serve.py {port} the-secret-key", "http://u:the-secret-key@127.0.0.1:{port}", ["--serve", "://***@"]),
+    ],
+)  # fmt: skip
+def test_a_server_that_cannot_be_used_is_one_error(
+    serve: str, endpoint: str, parts: list[str], port: int, tmp_path: Path
+) -> None:
+    names = {"{python}": sys.executable, "{port}": str(port)}
+    for name, value in names.items():
+        serve, endpoint = serve.replace(name, value), endpoint.replace(name, value)
+    given = {**environment(tmp_path), "OPENAI_API_KEY": "the-secret-key"}
+    command = with_server(tmp_path, serve, endpoint, "--ready-minutes", "0.03")
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert Message(*parts) == done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the-secret-key" not in done.stdout + done.stderr
+    assert "pass1word" not in done.stdout + done.stderr
+    if (tmp_path / "pid").exists():
+        assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_server_ends_with_the_script(ending: signal.Signals, port: int, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = with_server(tmp_path, f"{sys.executable} serve.py {port}", f"http://127.0.0.1:{port}")
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL) as script:
+        while not (pid.exists() and pid.read_text()):
+            assert script.poll() is None
+            time.sleep(0.05)
+        server = int(pid.read_text())
+        assert is_alive(server)
+        script.send_signal(ending)
+        script.wait(20)
+    deadline = time.monotonic() + 20
+    while is_alive(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(server)
 
 
 @pytest.mark.slow

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_kto.cli import integer_from
 from nemo_kto.errors import UserError, plural
+from nemo_kto.utils.files import read_bytes
 from nemo_kto.utils.text import print_error
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def server_mistakes(flags: argparse.Namespace, server: str, *names: str) -> Iter
 def read_rubric(path: str) -> str:
     """Return the text of a rubric; UserError if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"--rubric must be a file of text in UTF-8, got {path}: {error}; correct the path") from error
 

@@ -32,7 +32,7 @@ from nemo_kto.rounds.labelling import Question
 from nemo_kto.rounds.rows import RowFile, open_rows
 from nemo_kto.rounds.scoring import Scorer
 from nemo_kto.rounds.win_rate import WinRate, win_rate
-from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.telemetry.console import take_over
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.utils.text import terminal_line
 
@@ -58,7 +58,6 @@ def main(argv: Sequence[str]) -> None:
     flags = parser.parse_intermixed_args(list(argv))
     if mistakes := [*_mistakes(flags, parser)]:
         raise UserError("\n  ".join(mistakes))
-    set_up_logging(rank=0)
     by, decider = _check(flags)
     about = {"by": by}
     with open_rows(Path(flags.out), option="--out") as file:

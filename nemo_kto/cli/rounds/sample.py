@@ -17,7 +17,6 @@ from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.rounds.answers import WEIGHTS, Task, find_tasks, text_of
 from nemo_kto.rounds.rows import open_rows
-from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.utils.text import print_error, terminal_line
 
@@ -46,7 +45,6 @@ def main(argv: Sequence[str]) -> None:
     if mistakes := [*server_mistakes(flags, "endpoint", "model", "leave_out")]:
         raise UserError("\n  ".join(mistakes))
     check_drawing(flags)
-    set_up_logging(rank=0)
     model, settings, endpoint = flags.folder, drawing_settings(flags), None
     if flags.endpoint is None:
         settings[WEIGHTS] = quick_hash(find_model("MODEL", model))

@@ -11,7 +11,7 @@ from nemo_kto.data.rows.other_formats import in_our_form
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import DataError, PromptRecord, RowError, prompt_of_row
 from nemo_kto.data.rows.values import read_values
-from nemo_kto.utils.files import open_file, read_lines
+from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, read_lines
 
 MAX_PROMPTS = 1000
 
@@ -37,14 +37,19 @@ def read_prompts(
 
 
 def _lines(path: Path) -> Iterator[PromptRecord]:
+    number = 1
     try:
         with open_file(path) as file:
-            lines = [line.decode("utf-8-sig").strip() for line in read_lines(file)]
+            for number, line in enumerate(read_lines(file), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    got = "got more; write one prompt per line"
+                    raise DataError(f"{path}:{number}: a line must have at most {MAX_LINE_BYTES:,} bytes, {got}")
+                if text := line.decode("utf-8-sig").strip():
+                    yield PromptRecord(prompt=text, line=number)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; correct the path") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} must be text in UTF-8, got a byte that is not; save it as UTF-8") from error
-    yield from (PromptRecord(prompt=line, line=number) for number, line in enumerate(lines, start=1) if line)
+        raise DataError(f"{path}:{number}: must be text in UTF-8, got a byte that is not; save it as UTF-8") from error
 
 
 def _rows(path: str | Path, json_columns: Collection[str] | None, broken: RowErrors) -> Iterator[PromptRecord]:

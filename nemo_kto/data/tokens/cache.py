@@ -27,7 +27,7 @@ from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Token
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
-from nemo_kto.utils.files import make_folder, publish_file, remove_unpublished, writing_cache
+from nemo_kto.utils.files import make_folder, publish_file, read_bytes, remove_unpublished, writing_cache
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES, hash_once, stored_hash
 from nemo_kto.utils.locks import one_writer
 
@@ -282,7 +282,7 @@ class TokenCache:
         """Open a cached file; None if it is absent, or if its content is not as written, in which case it is removed."""
         about = cached.with_suffix(".json")
         try:
-            columns = json.loads(about.read_text(encoding="utf-8"))
+            columns = json.loads(read_bytes(about))
             sha256 = columns.pop("sha256")
             if self.verified or sha256 == hash_once(cached, cache_dir=self.folder, private=self._private):
                 return MemoryMappedTable.from_file(str(cached)), FileColumns(**columns)

@@ -18,7 +18,7 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartError
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.truncation import Truncation
-from nemo_kto.utils.files import flush, publish_file
+from nemo_kto.utils.files import flush, publish_file, read_bytes
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class PartWriter:
         examples = self._file(part.number)
         about = examples.with_suffix(".json")
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not finished, or not as it was written
-            known = json.loads(about.read_text(encoding="utf-8"))
+            known = json.loads(read_bytes(about))
             if examples.stat().st_size == known["bytes"]:
                 return PartResult(rows=known["rows"], columns=FileColumns(**known["columns"]), broken=[], is_last=False)
         with publish_file(examples, private=self.tokeniser.private) as writing:

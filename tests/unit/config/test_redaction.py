@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -10,10 +19,13 @@ from nemo_kto.cli.job import refuse_mistakes
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import save_config
 from nemo_kto.distributed import state
-from nemo_kto.errors import ConfigError
+from nemo_kto.errors import ConfigError, UserError, describe, printable, redacted, show
 from nemo_kto.run.build import build_logger
-from nemo_kto.utils.text import redact_file, redacted
-from tests.helpers.messages import Message
+from nemo_kto.telemetry import loggers
+from nemo_kto.telemetry.loggers import WARNINGS_FILE, RunLogger, check_loggers, collect_warnings
+from nemo_kto.utils.text import redact_file
+from tests.helpers.commands import environment
+from tests.helpers.messages import Message, raises
 from tests.unit.conftest import Load
 
 KEY = "exp_manager.mlflow_logger_kwargs.tracking_uri"
@@ -69,6 +81,89 @@ def test_errors_contain_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_redaction_of_a_string(text: str, shown: str) -> None:
     assert redacted(text) == shown
+
+
+CHARACTERS = "aZ09-_./+=%&<>{}[]$^*?\"'\\\r\n\t \x01\x1b\x7f\xa3é日\U0001f600"
+WRITTEN: tuple[Callable[[str], str], ...] = (  # by libraries and servers that quote a value
+    str,
+    repr,
+    ascii,
+    json.dumps,
+    lambda text: json.dumps(text, ensure_ascii=False),
+    lambda text: repr(text.encode()),
+    lambda text: repr(repr(text.encode())),
+    lambda text: text.encode().decode("latin-1"),
+    lambda text: text.encode("ascii", "replace").decode(),
+    lambda text: " ".join(text.split()),
+    quote,
+    quote_plus,
+    html.escape,
+)
+
+
+def test_a_secret_is_redacted_in_whatever_way_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in messages, values and exceptions, which are cut: no part of it is left."""
+    draw = random.Random(0)
+    for number in range(60):
+        secret = "begin" + "".join(draw.choices(CHARACTERS, k=draw.randrange(6, 14))) + "ended"
+        monkeypatch.setenv("WANDB_API_KEY", f"{secret}\r\n")
+        for written in WRITTEN:
+            text = f"{'x' * draw.randrange(320)} before {written(secret)} after {'y' * draw.randrange(320)}"
+            shown = [redacted(text), describe(ValueError(text)), *(str(UserError(f(text))) for f in (str, printable, show))]
+            assert not [each for each in shown if "begi" in each or "nded" in each], (number, secret, text)
+            assert "***" in shown[0]
+
+
+def test_text_without_secrets_is_not_changed_and_long_text_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "short")
+    assert redacted("short") == "short"
+    monkeypatch.setenv("OPENAI_API_KEY", "k \\é \\é \\é ??++")
+    for part in ("://", "k ", "k\\ ", "?a", "\\", "k"):
+        assert redacted(part * 50_000) == part * 50_000
+        assert len(printable(part * 1_000_000)) < 2000
+
+
+def test_a_program_writes_no_secret_to_stderr(tmp_path: Path) -> None:
+    """Neither in a traceback of any thread, nor in a warning of a library, nor in an error."""
+    program = """
+import logging, sys, threading, warnings
+from nemo_kto.telemetry import console
+console.protect()
+def fail():
+    raise OSError("refused: Bearer the-secret-key")
+warnings.warn("the-secret-key is old")
+logging.getLogger("library").warning("refused \x1b]0;: %r", "the-secret-key")
+threading.Thread(target=fail).start()
+print("the-secret-key", file=sys.stderr)
+fail()
+"""
+    given = {**environment(tmp_path), "HF_TOKEN": "the-secret-key"}
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=False)
+    assert "secret" not in done.stderr.replace('"refused: Bearer the-secret-key"', "").replace("the-secret-key is", "")
+    assert done.stderr.count("refused: Bearer ***") == 2
+    assert "warning: refused \\x1b]0;: '***'" in done.stderr
+
+
+def test_the_key_of_a_tracker_with_a_line_break_is_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As requests quotes it, at the check of a run, at its start, and in its file of warnings."""
+    monkeypatch.setenv("WANDB_API_KEY", "the-secret-é\rkey\n")
+
+    def refuse(*_: object) -> None:
+        raise ValueError(f"Illegal header value {os.environ['WANDB_API_KEY'].encode()!r}\nsee {os.environ['WANDB_API_KEY']}")
+
+    for name in ("_check_wandb", "_wandb"):
+        monkeypatch.setattr(loggers, name, refuse)
+    with raises(UserError, "wandb", "Illegal header value b'***"):
+        check_loggers(folder=tmp_path, tensorboard=False, wandb={})
+    with raises(UserError, "wandb", "Illegal header value b'***"):
+        RunLogger(folder=tmp_path, enabled=True, resumed_step=None, wandb={})
+    with collect_warnings() as warnings:
+        warnings.open_file(tmp_path, step=lambda: 1, resumed_step=None)
+        RunLogger(folder=tmp_path, enabled=True, resumed_step=1, wandb={}).finalize("success")
+        logging.getLogger("library").error("cannot log in with %r", os.environ["WANDB_API_KEY"])
+    written = (tmp_path / WARNINGS_FILE).read_text()
+    assert written.count("***") == 3
+    assert "secret" not in written
 
 
 def test_secrets_in_a_hydra_file(tmp_path: Path) -> None:

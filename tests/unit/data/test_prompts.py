@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from nemo_kto.data.rows import prompts
 from nemo_kto.data.rows.prompts import MAX_PROMPTS, read_prompts
 from nemo_kto.data.rows.records import DataError, PromptRecord
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.utils import files
 from tests.helpers.messages import raises
 from tests.unit.data.test_chat import ANSWER, USER, record
 from tests.unit.data.tiny_data import chatml_tokenizer, llama_tokenizer
@@ -66,6 +68,16 @@ def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None, parts:
     if content is not None:
         file.write_bytes(content)
     with raises(DataError, str(file), *parts):
+        read_prompts(file)
+
+
+def test_a_line_above_the_limit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is it cut, nor do the lines after it get lost."""
+    for module in (files, prompts):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 8)
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"one\n\nthree-three\nfour\n")
+    with raises(DataError, f"{file}:3: ", "at most 8 bytes", "one prompt per line"):
         read_prompts(file)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,17 @@ ANSWERS = ("Water.", "A lake is a large body of water.", "Why?", "No idea.")
 
 def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@contextlib.contextmanager
+def full_disk(file: Path, *, room: int) -> Iterator[None]:
+    """No file may have more than so many bytes above the size of this one; the kernel writes the part that fits."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def run_and_kill(run: Callable[..., None], *words: object, writes: int) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import socket
+import struct
+import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +23,19 @@ import pytest
 from nemo_kto.cli.rounds import label
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.errors import UserError
-from nemo_kto.rounds.answers import read_answers
+from nemo_kto.rounds.answers import read_answers, text_of
 from nemo_kto.rounds.labelling import Labelling, pair_questions, single_questions
 from nemo_kto.rounds.page import PageServer
 from nemo_kto.rounds.rows import open_rows
+from tests.helpers.commands import environment
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows
-from tests.unit.rounds.conftest import ANSWERS, read, run_and_kill
+from tests.unit.rounds.conftest import ANSWERS, full_disk, read, run_and_kill
 
 AnswersFile = Callable[..., Path]
 SCORES = """
+import sys
 def length(prompt, answer):
     return len(answer)
 
@@ -38,6 +44,19 @@ def short(prompt, answer):
 
 def brief(prompt, answer):
     return len(answer) < 40
+
+class Silent(BaseException):
+    def __str__(self):
+        raise OSError
+    __repr__ = __str__
+
+def ends(prompt, answer):
+    if answer == "Water.":
+        sys.exit(0)
+    raise BaseExceptionGroup("several", [KeyboardInterrupt()]) if answer == "Why?" else Silent()
+
+def unshown(prompt, answer):
+    return Silent()
 
 def broken(prompt, answer):
     return None if answer == "Why?" else 1 / (len(answer) - 6)
@@ -50,6 +69,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     name = f"scores_{os.getpid()}_{time.monotonic_ns()}"
     (tmp_path / f"{name}.py").write_text(SCORES)
+    (tmp_path / "ends_at_import.py").write_text("import sys; sys.exit(0)")
     monkeypatch.setenv("SCORES", name)
 
 
@@ -241,12 +261,17 @@ def test_a_judge(answers_file: AnswersFile, tmp_path: Path, capsys: pytest.Captu
         (["--score", "nowhere.f"], ["--score", "nowhere.f", "ModuleNotFoundError"]),
         (["--score", "os.name"], ["--score", "a function", "os.name"]),
         (["--score", "$SCORES.length"], ["--threshold", "numbers", "6"]),
+        (["--score", "$SCORES.ends"], ["8 answers", "answers.jsonl:1", "SystemExit", "BaseExceptionGroup", "Silent"]),
+        (["--score", "$SCORES.unshown"], ["8 answers", "a finite number or a bool", "a value of the type Silent"]),
+        (["--score", "ends_at_import.f"], ["--score", "ends_at_import.f", "can be imported", "SystemExit: 0"]),
         (["--score", "$SCORES.broken"], ["4 answers", "answers.jsonl:1", "ZeroDivisionError", "answers.jsonl:3", "None"]),
+        (["--judge", "http://x", "--rubric", "pipe"], ["--rubric", "pipe", "a named pipe", "correct the path"]),
         (["--judge", "http://x", "--rubric", "gone"], ["--rubric", "gone", "correct the path"]),
         (["--score", "$SCORES.short", "--out", "answers.jsonl"], ["--out", "labels of these answers", "answers.jsonl:1"]),
     ],
 )
 def test_mistakes(words: list[str], parts: list[str], answers_file: AnswersFile, tmp_path: Path) -> None:
+    os.mkfifo("pipe")
     with raises(UserError, *parts):
         run(answers_file(), "--out", tmp_path / "rows.jsonl", *words)
 
@@ -284,19 +309,117 @@ def test_answers_of_two_files_in_one_are_refused(answers_file: AnswersFile, tmp_
 def test_lines_that_are_no_answers(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text(
         '{"prompt": "p", "answer": 3, "model": "m", "line": 1, "index": 0}\n{"a": 1}\nx\n'
-        '{"prompt": "p", "answer": [], "model": "m", "line": 1, "index": 0}\n'
+        '{"prompt": "p", "answer": [], "model": "m", "line": 1, "index": 0}\n' + "[" * 100_000
     )
     wrong = ["3 as answer", "None as prompt", "JSON", "[] as answer"]
-    with raises(UserError, *wrong, *(f"answers.jsonl:{line}" for line in range(1, 5))):
+    with raises(UserError, *wrong, *(f"answers.jsonl:{line}" for line in range(1, 6))):
         read_answers(tmp_path / "answers.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "got"),
+    [
+        ([1, 2], "a", "got 1"),
+        ([["user", "?"]], "a", "got ['user', '?']"),
+        ([{"content": "?"}], "a", "got {'content': '?'}"),
+        ([{"role": 5, "content": "?"}], "a", "got {'role': 5,"),
+        ([{"role": "user", "content": 5}], "a", "got 5"),
+        ([], "a", "got []"),
+        ("?", [{"role": "user", "content": "a"}], "['user']"),
+        ("?", [{"role": "assistant", "content": {}}], "got {}"),
+    ],
+)
+def test_rows_of_messages_that_are_none(prompt: Any, answer: Any, got: str, tmp_path: Path) -> None:
+    """They are refused before a question is shown on a page, in a terminal or to a judge."""
+    row = {"prompt": prompt, "answer": answer, "model": "m", "line": 1, "index": 0}
+    answers = write_rows(tmp_path / "answers.jsonl", [row])
+    for words in (["--page"], ["--score", "$SCORES.short"], ["--pairs", "--page"]):
+        with raises(UserError, f"{answers}:1: ", got):
+            run(answers, "--out", tmp_path / "rows.jsonl", *words)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_calls_that_are_none_are_shown_as_they_are() -> None:
+    calls: list[Any] = [{"role": "assistant", "content": "", "tool_calls": 5}]
+    assert text_of(calls) == "<tool_call>\n5\n</tool_call>"
+    assert text_of([{**calls[0], "tool_calls": [None, {"name": "f"}]}]).count("<tool_call>") == 2
+
+
+def test_the_host_of_another_writer_does_not_control_the_terminal(answers_file: AnswersFile, tmp_path: Path) -> None:
+    out, owner = tmp_path / "rows.jsonl", tmp_path / ".rows.jsonl.lock.owner"
+    other = {"host": "\x1b]0;owned\x07", "pid": 1, "machine": "other", "job": None, "since": 0}
+    owner.write_text(json.dumps(other))
+    program = "from nemo_kto.utils import locks; locks.GONE_SECONDS = 1.0; from nemo_kto.cli.main import main; main()"
+    words = ["label", answers_file(), "--out", out, "--score", os.path.expandvars("$SCORES.short")]
+    command = [sys.executable, "-c", program, *map(str, words)]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, len(read(out))) == (0, 8), done.stderr
+    assert "\x1b" not in done.stderr
+    assert Message("waiting for a heartbeat", "\\x1b]0;owned\\x07") == done.stderr
+    assert Message("warning:", "sends no heartbeat", "\\x1b]0;owned\\x07") == done.stderr
 
 
 def fetch(address: str, path: str, body: object = None) -> dict[str, Any]:
     url = address.replace("/?", f"/{path}?")
-    data = None if body is None else json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data=data)) as reply:
         found: dict[str, Any] = json.loads(reply.read())
         return found
+
+
+@contextlib.contextmanager
+def page(answers: Path, out: Path) -> Iterator[PageServer]:
+    questions = single_questions(read_answers(answers))
+    with (
+        open_rows(out, option="--out") as file,
+        PageServer(labelling=Labelling(questions=questions, file=file, about={})) as server,
+    ):
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def test_a_full_disk_is_shown_on_the_page_which_goes_on(answers_file: AnswersFile, tmp_path: Path) -> None:
+    out = tmp_path / "thumbs.jsonl"
+    with page(answers_file(), out) as server:
+        for number in range(8):
+            key = fetch(server.address, "state")["key"]
+            if number % 3 == 1:
+                with full_disk(out, room=number), pytest.raises(urllib.error.HTTPError, match="507") as refused:
+                    fetch(server.address, "verdict", {"key": key, "action": "first"})
+                assert Message(str(out), "cannot be written", "make room") == refused.value.read().decode()
+                assert fetch(server.address, "state")["key"] == key
+            fetch(server.address, "verdict", {"key": key, "action": "first"})
+        os.truncate(out, 10)
+        with pytest.raises(urllib.error.HTTPError, match="507") as refused:
+            fetch(server.address, "verdict", {"key": None, "action": "undo"})
+        assert Message(str(out), "10 bytes", "start the command again") == refused.value.read().decode()
+        assert fetch(server.address, "state")["position"] == 8
+        assert out.stat().st_size == 10
+
+
+def test_rubbish_and_browsers_that_close_early_are_passed_over(
+    answers_file: AnswersFile, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    requests = [b"GET http://[ HTTP/1.1\r\n\r\n", b"POST //[/verdict HTTP/1.1\r\n\r\n", b"\0\xff\r\n\r\n", b"GET", b""]
+    with page(answers_file(), tmp_path / "thumbs.jsonl") as server:
+        query = server.address.split("/?")[1].encode()
+        requests.append(b"GET /?" + query + b" HTTP/1.1\r\n\r\n")
+        requests.append(b"POST /verdict?" + query + b" HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+        for request in requests * 4:
+            with socket.create_connection(("127.0.0.1", server.server_address[1])) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                connection.sendall(request)
+        with urllib.request.urlopen(server.address) as reply:
+            headers = dict(reply.headers)
+        assert fetch(server.address, "state")["position"] == 0
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_page_over_http(answers_file: AnswersFile, tmp_path: Path) -> None:
@@ -320,8 +443,13 @@ def test_the_page_over_http(answers_file: AnswersFile, tmp_path: Path) -> None:
         fetch(server.address, "verdict", {"key": questions[1].key, "action": "second"})
         assert fetch(server.address, "verdict", {"key": questions[2].key, "action": "undo"})["position"] == 1
         assert [row["label"] for row in read(out)] == [True]
+        rubbish: list[object] = [0, [], {"action": []}, {"action": {}}, {"key": questions[1].key, "action": []}]
+        for body in rubbish:
+            with contextlib.suppress(urllib.error.HTTPError):
+                fetch(server.address, "verdict", body)
+            assert len(read(out)) == 1
         with pytest.raises(urllib.error.HTTPError, match="400"):
-            fetch(server.address, "verdict", [])
+            fetch(server.address, "verdict", b"[" * 60_000)
         assert fetch(server.address, "verdict", {"action": "quit"}) == {"ended": True}
         thread.join(10)
         assert not thread.is_alive()

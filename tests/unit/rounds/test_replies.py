@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 from nemo_kto.cli.rounds import label, sample
 from nemo_kto.errors import UserError
 from nemo_kto.rounds import endpoint
+from nemo_kto.rounds.verdicts import read_verdict
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows
@@ -280,6 +282,14 @@ def test_verdicts_in_the_replies_of_a_judge(kind: str, tmp_path: Path, capsys: p
         found[line] = {"single": ("bad", "good"), "pair": ("B", "A")}[kind][is_first]
     assert [{**case, "right": verdict} for case, verdict in zip(cases, found, strict=True)] == cases
     assert Message(f"{found.count('no verdict')} questions without a verdict") == capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["good ", "<think>", "not good, ", "is very ", "</think>", "(", "\n"])
+def test_a_long_reply_of_a_judge_takes_no_time(part: str) -> None:
+    """Seconds of CPU; a quadratic search takes minutes."""
+    began = time.process_time()
+    assert read_verdict(part * (80_000 // len(part)), ("good", "bad")) in (None, True)
+    assert time.process_time() - began < 5
 
 
 def test_a_judge_without_any_verdict_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

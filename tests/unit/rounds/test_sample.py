@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +14,6 @@ from nemo_kto.cli.rounds import sample
 from nemo_kto.errors import UserError
 from nemo_kto.rounds import endpoint
 from nemo_kto.rounds.answers import text_of
-from nemo_kto.rounds.rows import open_rows
-from tests.helpers.commands import environment
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import DROP, serving
 from tests.helpers.tiny_models import write_rows
@@ -219,26 +214,3 @@ def test_a_server_that_is_none(prompts: Path, tmp_path: Path) -> None:
             run(*words, server.url)
         run(*words, server.url, "--model", "b", "-n", "1")
         assert {body["model"] for body in server.requests[-2:]} == {"b"}
-
-
-def test_a_file_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.utils.locks._GRACE_SECONDS", 0.0)
-    holder = "with open_rows(Path('a'), option='x'): print(flush=True); sys.stdin.read()"
-    program = f"import sys\nfrom pathlib import Path\nfrom nemo_kto.rounds.rows import open_rows\n{holder}"
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdin is not None
-        other.stdout.read(1)
-        with (
-            raises(UserError, "--out", str(tmp_path / "a"), str(other.pid), "wait"),
-            open_rows(tmp_path / "a", option="--out"),
-        ):
-            pass
-        other.stdin.close()
-
-
-def test_a_line_that_is_no_object(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text(json.dumps({"a": 1}) + "\nno\n")
-    with raises(UserError, f"{tmp_path / 'a'}:2", "JSON object", "remove"), open_rows(tmp_path / "a", option="--out"):
-        pass
