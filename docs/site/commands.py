@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 from nemo_kto.cli import main
-from nemo_kto.config.keys import table
+from nemo_kto.utils.text import markdown_table
 
 
 class _Found(BaseException):
@@ -53,7 +53,7 @@ def _section(parser: argparse.ArgumentParser) -> str:
         f"## {parser.prog}",
         f"```text\n{usage}\n```",
         _paragraphs(parser.description or ""),
-        table(("argument", "meaning"), rows),
+        markdown_table(("argument", "meaning"), rows),
     ]
     return "\n\n".join(filter(None, parts))
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 
-from docs.site import pages
+from docs.site import pages, tables
 from docs.site.commands import commands
-from nemo_kto.config import keys
 
 _COMMANDS = re.compile(r"(<!-- commands -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
 def generated(page: str) -> str:
     """Return the text of a page as it must be."""
-    text = keys.with_tables(pages.with_next(page))
+    text = tables.with_tables(pages.with_next(page))
     return _COMMANDS.sub(lambda match: f"{match[1]}\n{commands()}\n{match[2]}", text)
 
 

@@ -1,28 +1,15 @@
-"""Configuration keys with defaults and comments, read from the YAML files, and the tables of them in docs/.
-
-`python -m nemo_kto.config.keys docs/*/*.md` writes the tables into the pages; a test compares the pages with the files.
-"""
+"""Configuration keys with defaults and comments, read from the YAML files."""
 
 from __future__ import annotations
 
-import itertools
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from nemo_kto.algorithms.recipes import RECIPES, Recipe
-from nemo_kto.architecture.config_fields import QUANTIZED
-from nemo_kto.architecture.config_file import LACKING
-from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
-from nemo_kto.architecture.lora import NEMO_TARGETS, has_adaptable_experts, linear_modules
-from nemo_kto.config import migration, translation
-from nemo_kto.config.compose import DEFAULT_LR, config_folder
+from nemo_kto.algorithms.recipes import Recipe
+from nemo_kto.config.compose import config_folder
 from nemo_kto.config.schema import config_type
-from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.fields import MayChange, MustStay
-from nemo_kto.utils.files import load_yaml
+from nemo_kto.utils.field_errors import names
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 _DEFAULTS = re.compile(r"^  - (base/(?!hydra$)\w+)(?:@([\w.]+))?$", re.MULTILINE)  # file, package
@@ -68,169 +55,6 @@ def _keys(text: str, prefix: str) -> Iterator[Key]:
             yield Key(prefix + ".".join(above), value.strip(), comment.strip())
 
 
-def key_tables() -> str:
-    """Return the tables of reference/configuration.md: the keys common to all algorithms, then those specific to each."""
-    keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
-    first, *others = keys.values()
-    shared = [key for key in first if all(key in other for other in others)]
-    groups = [(name, list(group)) for name, group in itertools.groupby(shared, key=lambda key: key.name.split(".")[0])]
-    groups += [(f"Only `nemo-kto {name}`", [key for key in own if key not in shared]) for name, own in keys.items()]
-    tables = []
-    for title, group in groups:
-        rows = ((f"`{key.name}`", f"{_sentence(key.comment)}<br>Default `{key.default}`; {key.type}") for key in group)
-        tables.append(f"## {title}\n\n{table(('key', 'meaning'), rows)}")
-    return "\n\n".join(tables)
-
-
-def _sentence(comment: str) -> str:
-    text = comment.replace("|", r"\|")
-    return text if text.endswith(".") else f"{text}."
-
-
-def resume_tables() -> str:
-    """Return the tables of guides/checkpoints.md: keys that must stay in a resumed run, and keys that may change."""
-    groups: dict[type, dict[str, list[str]]] = {MustStay: {}, MayChange: {}}  # meaning -> names of keys and sections
-    for recipe in RECIPES.values():
-        for key, field in names(config_type(recipe)).items():
-            if field.resume is not None and field.resume in field.metadata:
-                name = re.sub(rf"^(trainer|model)\.{recipe.name}\b", r"\1.NAME", key)
-                name += "" if field.section is None else ".*"
-                group = groups[type(field.resume)].setdefault(field.resume.meaning, [])
-                group += [] if f"`{name}`" in group else [f"`{name}`"]
-    must, may = ([(", ".join(group), meaning) for meaning, group in each.items()] for each in groups.values())
-    return f"{table(('must stay', 'what is compared'), must)}\n\n{table(('may change', 'in a resumed run'), may)}"
-
-
-def alias_table() -> str:
-    """Return the table of docs/start/from-trl.md with the names that other trainers use."""
-    aliases = itertools.chain(migration.aliases().items(), *(recipe.aliases.items() for recipe in RECIPES.values()))
-    targets = ((alias, *target.partition(" ")[::2]) for alias, target in aliases)
-    rows = [(f"`{alias}`", f"`{key}` {hint}".rstrip()) for alias, key, hint in targets]
-    rows += [(f"`{name}`", f"none: {why}") for name, why in migration.without().items()]
-    return table(("name", "our key"), rows)
-
-
-def aligner_table() -> str:
-    """Return the table of docs/start/from-nemo-aligner.md with the keys that only NeMo-Aligner has."""
-    rows = []
-    for entry in migration.aligner_keys().values():
-        silent = [f"`{echo(value)}`" for value in entry.agrees] + ([f"that of `{entry.same_as}`"] if entry.same_as else [])
-        rows.append((f"`{entry.key}`", ", ".join(silent) or "none", "one line" if entry.ignored else "error", entry.why))
-    return table(("key", "silently accepted", "other values", "why"), rows)
-
-
-# Defaults compared in docs/start/from-trl.md -> TRL's names, our keys.
-_COMPARED = {
-    "learning rate": ("learning_rate", "model.optim.lr"),
-    "beta": ("beta", "model.kto.ref_policy_kl_penalty"),
-    "weight decay": ("weight_decay", "model.optim.weight_decay"),
-    "betas": ("adam_beta1 adam_beta2", "model.optim.betas"),
-    "epsilon": ("adam_epsilon", "model.optim.eps"),
-    "maximum gradient norm": ("max_grad_norm", "trainer.kto.gradient_clip_val"),
-    "schedule": ("lr_scheduler_type", "model.optim.sched.name"),
-    "warm-up": ("warmup_steps warmup_ratio", "model.optim.sched.warmup_steps"),
-    "epochs": ("num_train_epochs", "trainer.kto.max_epochs"),
-    "batch": ("per_device_train_batch_size global_batch_size", "model.global_batch_size"),
-    "length": ("max_length", "model.data.seq_length"),
-    "adapters": ("tuner", "model.peft.peft_scheme"),
-    "rank": ("lora_r", "model.peft.lora_tuning.adapter_dim"),
-    "alpha": ("lora_alpha", "model.peft.lora_tuning.alpha"),
-    "dropout": ("lora_dropout", "model.peft.lora_tuning.adapter_dropout"),
-}
-
-
-def default_table() -> str:
-    """Return the table of docs/start/from-trl.md with the defaults of other trainers."""
-    ours, trainers = {key.name: key for key in all_keys(RECIPES["kto"])}, translation.table()["trainers"].values()
-    rows = []
-    for title, (options, key) in _COMPARED.items():
-        default = "{none:g}, adapters {lora:g}".format(**DEFAULT_LR) if title == "learning rate" else ours[key].default
-        row = [title, f"`{default}`"]
-        for trainer in trainers:
-            both = [trainer.get(kind, {}).get(options) for kind in ("full", "lora")]
-            found = [trainer["defaults"][name] for name in options.split() if trainer["defaults"].get(name) is not None]
-            row.append(f"{both[0]:g}, adapters {both[1]:g}" if both[0] else ", ".join(map(str, found)) or "none")
-        rows.append(row)
-    return table(("", "ours", *(trainer["title"] for trainer in trainers)), rows)
-
-
-def family_table() -> str:
-    """Return the table of docs/reference/supported.md with the model families, by the names of published models."""
-    rows = []
-    for family in (*FAMILIES.values(), *MULTIMODAL):
-        notes, modules = ["experts"] if family.experts is not None else [], linear_modules(family)
-        notes += [f"trained: text model `{family.text_type}`"] if family.text_type else []
-        notes += [f"copied: {', '.join(family.untrained)}"] if family.untrained else []
-        usual = NEMO_TARGETS["all"]
-        if not set(usual).issubset(modules):
-            notes.append(f"adapters: {', '.join(f'`{module}`' for module in modules)}")
-        elif others := [f"`{module}`" for module in modules if module not in usual]:
-            notes.append(f"adapters also on {', '.join(others)}")
-        elif family.experts is not None and not has_adaptable_experts(family):
-            notes.append("no adapters on experts")
-        kind = f"`{family.name}`, `{family.hf_architecture}`"
-        rows.append((family.published, kind, "; ".join(notes)))
-    return table(("models", "`model_type`, class", ""), sorted(rows, key=lambda row: row[0].casefold()))
-
-
-def lacking_table() -> str:
-    """Return the table of docs/reference/supported.md with the parts of models that this program lacks."""
-    fields = {why: [field for field in LACKING if LACKING[field] == why] for why in LACKING.values()}
-    shown = ((why, ", ".join(f"`{field}{'*' * field.endswith('_')}`" for field in names)) for why, names in fields.items())
-    return table(("a model with", "by fields of `config.json`"), shown)
-
-
-def metric_table() -> str:
-    """Return the table of docs/start/from-trl.md with the names of metrics."""
-    metrics = translation.table()["metrics"].items()
-    return table(("TRL and trainers that use it", "ours"), [(f"`{name}`", f"`{ours}`") for name, ours in metrics])
-
-
-def recipe_table() -> str:
-    """Return the table of docs/scale/recipes.md with the files of conf/recipe that name a model."""
-    rows, end = [], "_model_parallel_size"
-    for file in sorted((config_folder() / "recipe").iterdir(), key=lambda file: file.name):
-        if file.name == "auto.yaml":
-            continue
-        text = file.read_text(encoding="utf-8")
-        model, title = load_yaml(text)["model"], text.splitlines()[1].removeprefix("# ")
-        sizes = [f"{size} {key.removesuffix(end).replace('_', ' ')}" for key, size in model.items() if key.endswith(end)]
-        batch, rate = model["global_batch_size"], model["optim"]["lr"]
-        name, layout = file.name.removesuffix(".yaml"), ", ".join(sizes) or "one rank"
-        rows.append((f"`{name}`", title, layout, str(batch), str(rate)))
-    return table(("recipe", "for", "layout", "batch", "learning rate"), rows)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
-    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
-
-
-TABLES = {
-    "keys": key_tables,
-    "resumed runs": resume_tables,
-    "NeMo-Aligner": aligner_table,
-    "other names": alias_table,
-    "defaults": default_table,
-    "metrics": metric_table,
-    "families": family_table,
-    "quantized": lambda: table(("`quant_method`", "read"), [(f"`{name}`", formats) for name, formats in QUANTIZED.items()]),
-    "lacking": lacking_table,
-    "recipes": recipe_table,
-}
-_TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
-
-
-def with_tables(page: str) -> str:
-    """Return a page of docs/ with its generated tables as the files and types are now."""
-    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", page)
-
-
 def as_text(recipe: Recipe) -> str:
     """Return the keys formatted for the terminal."""
     return "\n".join(f"  {key.name}={key.default}\n      {key.comment}" for key in all_keys(recipe))
-
-
-if __name__ == "__main__":
-    for page in map(Path, sys.argv[1:]):
-        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

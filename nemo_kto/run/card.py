@@ -26,7 +26,6 @@ from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import CARD, auto_class
 from nemo_kto.artifacts.hub import HUB, hub_name
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
-from nemo_kto.config.keys import table
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import UserError, plural
@@ -35,7 +34,7 @@ from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.report.facts import value_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.utils.files import load_yaml, read_bytes, read_json
-from nemo_kto.utils.text import markdown_code, markdown_text, mixture_name
+from nemo_kto.utils.text import markdown_code, markdown_table, markdown_text, mixture_name
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +229,7 @@ def _figures(sources: CardSources, *, has_picture: bool) -> str:
         for name, label in _FIGURES.items()
         if any(metrics.get(f"{start}{name}") is not None for start in columns.values())
     ]
-    text = "## Results\n\n" + table(["", *columns], rows) if rows else ""
+    text = "## Results\n\n" + markdown_table(["", *columns], rows) if rows else ""
     if rows:
         kind = "the last batch of training" if list(columns) == ["training"] else "rows that were not trained on"
         text += f"\n\nMeasured on {kind}, at step {sources.info['trainer']['step']:,}."
@@ -254,7 +253,8 @@ def _training(sources: CardSources) -> str:
         epochs = trainer["step"] / trainer["steps_per_epoch"] if trainer.get("steps_per_epoch") else None
         count = "" if epochs is None else f" ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})"
         steps = f"{plural(trainer['step'], 'step')}{count}, {trainer.get('consumed_samples', 0):,} examples."
-    parts = ["## Training", steps, _loss_text(sources), table(["setting", "value"], rows) if rows else "", _data(sources)]
+    settings = markdown_table(["setting", "value"], rows) if rows else ""
+    parts = ["## Training", steps, _loss_text(sources), settings, _data(sources)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -287,7 +287,7 @@ def _data(sources: CardSources) -> str:
             rows.append([split, named.get(split, named.get("train", "")), *texts])
     if not rows:
         return ""
-    return "\n\n".join(["### Data", table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
+    return "\n\n".join(["### Data", markdown_table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
 
 
 def _data_names(prefix: object) -> Iterator[str]:

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nemo_kto.errors import HIDDEN, SECRET, SECRET_NAME, redacted
@@ -75,6 +75,12 @@ def markdown_code(text: str) -> str:
     """Return text as code in Markdown, also in a cell of a table; text that would end the code is escaped instead."""
     line = " ".join(terminal_text(text).split())
     return f"`{line}`" if line and not re.search(r"[`|\\]", line) else markdown_text(text)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown; the cells are written as they are."""
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
 
 
 def html_text(text: str) -> str:

@@ -79,7 +79,6 @@ _IMPORTED = (
     "nemo_kto.config.rules.training",
     "nemo_kto.config.compose",
     "nemo_kto.processes.ranks",
-    "nemo_kto.config.keys",
     "torch.distributed.elastic.multiprocessing.errors",
     "psutil",
     "tests.helpers.composed",
