@@ -221,11 +221,12 @@ def read_architecture(
     fields, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
     from transformers import AutoConfig
 
+    given = {name: fields[name] for name in fields.keys() - {"architectures", "model_type", "quantization_config"}}
+    if family.text_type:
+        tied = {name: given[name] for name in given.keys() & {"tie_word_embeddings"}}
+        given = {"text_config": {**given, "model_type": family.text_type}, **tied}
     try:
-        if not family.text_type and fields.get("model_type") in family.aliases:
-            config = AutoConfig.for_model(family.name, **{name: fields[name] for name in fields if name != "model_type"})
-        else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.for_model(family.name, **given)
     except Exception as error:  # for an invalid field transformers may raise any exception
         raise UserError(
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"

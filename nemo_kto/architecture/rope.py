@@ -23,6 +23,12 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor", "max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "original_max_position_embeddings")
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", *_YARN),
+    "dynamic": ("alpha",),
+    "longrope": ("attention_factor", "factor"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,12 @@ class Rope:
             return factor**2 * multiplier
         usual = factor == 1.0 and scalar in (None, head_dim)
         return None if usual else factor**2 / (scalar or head_dim) ** 0.5
+
+
+def settings_of_type(kind: object) -> set[str]:
+    """Return the names of the settings that a RoPE type has; others, which files may also have, are not read."""
+    kind = kind if isinstance(kind, str) else ""
+    return {"rope_theta", "partial_rotary_factor", *_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ())}
 
 
 def rope_type(config: Mapping[str, Any]) -> str:

@@ -176,26 +176,25 @@ def _constraint(field: Field, detail: ErrorDetails) -> str:
     return f"be {' and '.join(filter(None, ['finite' if infinite else '', field.bounds]))}"
 
 
-def file_errors(section: type[BaseModel], content: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Return a message for each key of a file's content that violates its type or constraints.
+def file_errors(section: type[BaseModel], content: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Return a message, by key, for each key of a file's content that violates its type or constraints.
 
     A message describes the constraints of the whole key, also if only an item of its value is wrong.
     """
     try:
         section.model_validate(content)
     except ValidationError as error:
-        return list(dict.fromkeys(_file_errors(error, names(section), content, prefix)))
-    return []
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        wrong = dict(_locate(detail["loc"], names(section)) for detail in details)
+        return dict(_file_errors(wrong, content, prefix))
+    return {}
 
 
-def _file_errors(
-    error: ValidationError, known: Mapping[str, Field], content: Mapping[str, object], prefix: str
-) -> Iterator[str]:
-    for detail in error.errors(include_url=False, include_context=False, include_input=False):
-        key, field = _locate(detail["loc"], known)
+def _file_errors(wrong: Mapping[str, Field | None], content: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, field in wrong.items():
         value: object = content
         for name in key.split("."):
             value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
         assert field is not None  # keys of others are accepted
         got = "but is missing" if value is _MISSING else f"got {show(value)}"
-        yield f"{prefix}{key} must be {field.description}, {got}"
+        yield key, f"{prefix}{key} must be {field.description}, {got}"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Steps, Switch
 from nemo_kto.architecture.family import ExpertFields, Family, check_constants
 from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, sparse
 from nemo_kto.architecture.mixers import NO_MIXER, SOFTMAX_ATTENTION, Mamba2, SequenceMixer
-from nemo_kto.architecture.mixers.mamba2 import mamba2_weights
+from nemo_kto.architecture.mixers.mamba2 import NO_LIMITS, mamba2_weights
 from nemo_kto.architecture.mixers.softmax_attention import WEIGHTS
 from nemo_kto.architecture.param_mapping import Layers, ParamMapping, Shape, Split, replicated
 
@@ -31,6 +31,10 @@ _CONSTANT = {
 }
 
 
+# Further fields that transformers reads.
+_PASSED = ("mamba_dt_limit", "mamba_n_groups", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
+
+
 class NemotronFields(ModelFields):
     """Fields of config.json; older files name the layers by the letters of ``hybrid_override_pattern``."""
 
@@ -43,12 +47,13 @@ class NemotronFields(ModelFields):
     ssm_state_size: Count = ABSENT
     n_groups: Count = ABSENT
     conv_kernel: Annotated[Count, Ge(2)] = ABSENT
+    time_step_limit: Steps = None
     n_routed_experts: PartCount = ABSENT
-    n_group: Count = ABSENT
-    topk_group: Count = ABSENT
+    n_group: OrZero = ABSENT
+    topk_group: OrZero = ABSENT
     moe_intermediate_size: Count = ABSENT
     moe_shared_expert_intermediate_size: Count = ABSENT
-    norm_topk_prob: bool = ABSENT
+    norm_topk_prob: Switch = ABSENT
     routed_scaling_factor: Positive = ABSENT
 
 
@@ -78,7 +83,7 @@ def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
         head_dim=config.mamba_head_dim,
         state_dim=config.ssm_state_size,
         kernel=config.conv_kernel,
-        step_limits=tuple(config.time_step_limit),
+        step_limits=tuple(config.time_step_limit or NO_LIMITS),
     )
     mixers = {"linear_attention": mamba, "full_attention": SOFTMAX_ATTENTION}
     return tuple(mixers.get(kind, NO_MIXER) for kind in config.layers_block_type)
@@ -126,6 +131,9 @@ NEMOTRON_H = Family(
     one_part=True,
     gated_mlp=False,
     no_rope=lambda config: True,
+    layer_kinds=("layers_block_type", "hybrid_override_pattern"),
+    own=(*_CONSTANT, "moe_latent_size", *_PASSED),
+    recurrent=("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "time_step_limit"),
     own_head_dim=True,
     prefixes={"model.": ("backbone.", "model.")},
     untrained=MTP_LAYERS,
