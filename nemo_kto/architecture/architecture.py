@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.families import Experts, Family, Temperature
@@ -219,9 +219,11 @@ def read_architecture(
     """
     folder = Path(folder)
     fields, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    types = CONFIG_MAPPING[family.text_type or family.name].__dataclass_fields__
     given = {name: fields[name] for name in fields.keys() - {"architectures", "model_type", "quantization_config"}}
+    given = {name: _as_type(value, types[name].type) if name in types else value for name, value in given.items()}
     if family.text_type:
         tied = {name: given[name] for name in given.keys() & {"tie_word_embeddings"}}
         given = {"text_config": {**given, "model_type": family.text_type}, **tied}
@@ -242,6 +244,14 @@ def read_architecture(
         )
     except ValueError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
+
+
+def _as_type(value: object, annotation: object) -> object:
+    """Return a number as an integer or float, as transformers requires; published files may have the other type."""
+    kinds = get_args(annotation) or (annotation,)
+    if type(value) not in (int, float) or type(value) in kinds:
+        return value
+    return next((kind(value) for kind in (float, int) if kind in kinds and kind(value) == value), value)
 
 
 def _architecture(

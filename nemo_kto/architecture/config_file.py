@@ -14,7 +14,7 @@ from nemo_kto.architecture.config_fields import ModelFields, read_quantization
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, ExpertFields, Family
 from nemo_kto.architecture.rope import rope_type
 from nemo_kto.errors import UserError, either, printable, show
-from nemo_kto.utils.field_errors import file_errors
+from nemo_kto.utils.field_errors import file_errors, names
 from nemo_kto.utils.files import read_json
 
 CONFIG = "config.json"
@@ -42,8 +42,11 @@ LACKING = {
 _OF_SAFETENSORS = "start from the model in Hugging Face's format"
 _MODELOPT = "hf_quant_config.json"
 _OUTER = ("architectures", "model_type", "tie_word_embeddings", "quantization_config")
-# Fields that transformers checks also in models that do not use them.
-_CHECKED = {"layer_types", "mlp_layer_types", "rope_scaling", "rope_parameters"}
+# Fields that transformers checks, or takes for others, also in models that do not use them.
+_FOREIGN = {
+    "layer_types", "mlp_layer_types", "rope_scaling", "rope_parameters", "head_dim", "qk_rope_head_dim", "num_local_experts",
+    "num_experts_per_tok",
+}  # fmt: skip
 
 
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
@@ -105,20 +108,21 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
 def _checked_fields(text: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of a text model that its family has, and those of them that the model is read by."""
     schema = family.fields.model_fields.keys()
-    wrong = file_errors(family.fields, {name: value for name, value in text.items() if name in schema})
+    text = {name: value for name, value in text.items() if name in schema | {*family.own}}
+    wrong = file_errors(family.fields, text)
     if not wrong.keys() & family.deciding(text):
         text = family.renewed(text)
         read = family.reads(text)
-        unread = wrong.keys() - read
+        settings = {name for name in names(family.fields) if "." in name}  # of RoPE
+        unread = (wrong.keys() | _FOREIGN | settings | {name for name in text if text[name] is None}) - read
         wrong = {key: message for key, message in wrong.items() if key in read}
         text = {name: _without(value, name, unread) for name, value in text.items() if name not in unread}
     if wrong:
         raise ValueError(f"{'; '.join(wrong.values())}; {_REMEDY}")
-    kept = {name: text[name] for name in text if name in schema | {*family.own} and name not in _CHECKED - read}
-    for name, value in family.fields.model_validate(kept):
-        if name in kept and isinstance(value, bool | list):  # validation may convert these
-            kept[name] = value
-    return kept, {name: value for name, value in kept.items() if name in read}
+    for name, value in family.fields.model_validate(text):
+        if name in text and isinstance(value, bool | list):  # validation may convert these
+            text[name] = value
+    return text, {name: value for name, value in text.items() if name in read}
 
 
 def _without(value: object, key: str, removed: Collection[str]) -> object:
