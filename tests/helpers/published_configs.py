@@ -12,8 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from transformers import AutoConfig
+
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.errors import UserError
+from tests.helpers.hf_models import MULTIMODAL, auto_class
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "published_configs"
 COUNTS = FOLDER.parent / "published_parameters.json"
@@ -32,6 +36,12 @@ _SIZES = {
     "rotary_dim": 8, "num_hidden_layers": LAYERS,
 }  # fmt: skip
 _AT_MOST = {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "floor_scale": 6}
+# ``model_type`` -> the model of hf_models.py with a small vision tower of the same kind.
+_TOWERS = {
+    "gemma3": "gemma3-vision", "mistral3": "mistral3", "kimi_k25": "kimi-k2.5", "llama4": "llama4-vision",
+    "qwen2_5_vl": "qwen2.5-vl", "qwen3_vl": "qwen3-vl", "qwen3_vl_moe": "qwen3-vl-moe", "qwen3_5": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5-moe",
+}  # fmt: skip
 _OF_LAYERS = ("layer_types", "no_rope_layers", "hybrid_override_pattern", "mlp_layer_types")
 
 
@@ -61,15 +71,18 @@ def small(name: str) -> dict[str, Any]:
     wrapped = isinstance(config.get("text_config"), dict)
     text = _small(dict(config["text_config"] if wrapped else config))
     whole = {**config, "text_config": text} if wrapped else text
+    if "vision_config" in whole:
+        whole["vision_config"] = MULTIMODAL[_TOWERS[whole["model_type"]]]().vision_config.to_dict()
+        whole |= {name: 32 for name in ("projection_hidden_size", "vt_hidden_size") if name in config}
     return {name: value for name, value in whole.items() if name != "quantization_config"}
 
 
 def _small(text: dict[str, Any]) -> dict[str, Any]:
-    groups, heads = text.get("num_key_value_heads") or 1, text["num_attention_heads"]
     found = text | {name: size for name, size in _SIZES.items() if text.get(name)}
     found |= {name: min(most, text[name]) for name, most in _AT_MOST.items() if text.get(name)}
-    found["num_key_value_heads"] = max(1, _SIZES["num_attention_heads"] * groups // heads)
-    found |= {name: None for name in text if name.endswith("_token_id")}
+    if (groups := text.get("num_key_value_heads")) and (heads := text.get("num_attention_heads")):
+        found["num_key_value_heads"] = max(1, _SIZES["num_attention_heads"] * groups // heads)
+    found |= dict.fromkeys({"pad_token_id", "bos_token_id", "eos_token_id"} & set(text))
     found.pop("quantization_config", None)
     for name in _OF_LAYERS:
         if kinds := text.get(name):  # the first layers with the most kinds
@@ -88,11 +101,6 @@ def _small(text: dict[str, Any]) -> dict[str, Any]:
 
 def text_model(config: Mapping[str, Any], device: str = "meta") -> Any:
     """transformers' model of a whole configuration; it refuses integers for booleans, which Llama 4 has."""
-    import torch
-    from transformers import AutoConfig
-
-    from tests.helpers.hf_models import auto_class
-
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     text = config.get("text_config", config)
     if "attn_temperature_tuning" in text:

@@ -1,0 +1,48 @@
+"""Small models whose config.json has the fields of published ones, in their words: logits and exports at two layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import set_seed
+
+from nemo_kto.distributed.state import Layout
+from tests.helpers import hf_jobs, hf_models
+from tests.helpers.published_configs import counts, published, small, text_model, write
+from tests.parity.test_multimodal import store
+
+ONE_GROUP = ("ibm-granite--granite-4.0-h-350m", "ibm-granite--granite-4.0-h-tiny")  # of heads, which one rank holds
+OTHERS = {
+    name for name in {published(name)["architectures"][0]: name for name in counts()}.values() if name not in ONE_GROUP
+} | {"nvidia--Nemotron-H-56B-Base-8K", "mistralai--Devstral-2-123B-Instruct-2512"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "names"),
+    [(1, Layout(), ONE_GROUP), (2, Layout(tensor=2, sequence_parallel=True), sorted(OTHERS))],
+    ids=["one", "tp2"],
+)
+def test_logits_and_exports(world_size: int, layout: Layout, names: list[str], ranks: Any, tmp_path: Path) -> None:
+    folders, expected = {name: tmp_path / name for name in names}, {}
+    for name, folder in folders.items():
+        set_seed(len(name))
+        model = text_model(small(name), "cpu").float()
+        hf_models.save_model(model, folder)
+        store(folder, hf_models.weights(folder))
+        with torch.no_grad():
+            expected[name] = model.eval()(hf_models.tokens()).logits
+        write(small(name), folder)
+    results = ranks.run(world_size, hf_jobs.check_models, layout, folders, tmp_path / "out")
+    for name, logits in expected.items():
+        for found in (result[name] for result in results if result[name] is not None):
+            np.testing.assert_allclose(found, logits.numpy(), rtol=0, atol=1e-5 * logits.abs().max().item(), err_msg=name)
+        before, after = hf_models.weights(folders[name]), hf_models.weights(tmp_path / "out" / name)
+        assert before.keys() == after.keys(), name
+        assert all(torch.equal(after[weight], tensor) for weight, tensor in before.items()), name
+        exported = json.loads((tmp_path / "out" / name / "config.json").read_text())
+        assert exported["architectures"] == published(name)["architectures"]
