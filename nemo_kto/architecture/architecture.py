@@ -225,8 +225,8 @@ def read_architecture(
     given = {name: fields[name] for name in fields.keys() - {"architectures", "model_type", "quantization_config"}}
     given = {name: _as_type(value, types[name].type) if name in types else value for name, value in given.items()}
     if family.text_type:
-        tied = {name: given[name] for name in given.keys() & {"tie_word_embeddings"}}
-        given = {"text_config": {**given, "model_type": family.text_type}, **tied}
+        text = {**given, "model_type": family.text_type}
+        given = {"text_config": text, **{name: text[name] for name in text.keys() & {"tie_word_embeddings"}}}
     try:
         config = AutoConfig.for_model(family.name, **given)
     except Exception as error:  # for an invalid field transformers may raise any exception
@@ -246,7 +246,7 @@ def read_architecture(
         raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
-def _as_type(value: object, annotation: object) -> object:
+def _as_type(value: Any, annotation: object) -> object:
     """Return a number as an integer or float, as transformers requires; published files may have the other type."""
     kinds = get_args(annotation) or (annotation,)
     if type(value) not in (int, float) or type(value) in kinds:

@@ -23,9 +23,8 @@ Indices = list[Annotated[int, Ge(0)]]
 Flags = list[Annotated[int, Ge(0), Le(1)]]
 Switch = Annotated[bool, BeforeValidator(lambda value: bool(value) if type(value) is int else value)]  # also an integer
 # Smallest and largest step of Mamba-2; transformers may write an infinite one as {"__float__": "Infinity"}.
-_Step = Annotated[float, AllowInfNan(), BeforeValidator(lambda value: math.inf if value == _INFINITE else value)]
-_INFINITE = {"__float__": "Infinity"}
-Steps = Annotated[list[_Step] | None, Field(description="a list of two floats, or null")]
+_infinite = BeforeValidator(lambda value: math.inf if value == {"__float__": "Infinity"} else value)
+Steps = Annotated[list[Annotated[float, AllowInfNan(), _infinite]], Field(description="a list of two floats")]
 
 
 # Strict types and finite floats; other fields are ignored.
@@ -69,7 +68,6 @@ class ModelFields(BaseModel):
 
     architectures: list[str] | None = None
     model_type: str = ABSENT
-    is_encoder_decoder: Switch = ABSENT
     hidden_act: str = ABSENT
     hidden_activation: str = ABSENT
     hidden_size: Count = ABSENT

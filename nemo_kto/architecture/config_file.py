@@ -35,18 +35,14 @@ LACKING = {
     "block_configs": "layers of different widths, some without attention",
     "swa_": "sliding-window layers whose heads differ from those of the other layers",
     "global_head_dim": "sliding-window layers whose heads differ from those of the other layers",
-    "num_kv_shared_layers": "layers with the keys and values of others",
     "hidden_size_per_layer_input": "embeddings for each layer",
     "n_embd": "learned absolute positions",
 }
-_OF_SAFETENSORS = "start from the model in Hugging Face's format"
 _MODELOPT = "hf_quant_config.json"
 _OUTER = ("architectures", "model_type", "tie_word_embeddings", "quantization_config")
 # Fields that transformers checks, or takes for others, also in models that do not use them.
-_FOREIGN = {
-    "layer_types", "mlp_layer_types", "rope_scaling", "rope_parameters", "head_dim", "qk_rope_head_dim", "num_local_experts",
-    "num_experts_per_tok",
-}  # fmt: skip
+_FOREIGN = {"layer_types", "mlp_layer_types", "rope_scaling", "rope_parameters", "head_dim", "qk_rope_head_dim"}
+_FOREIGN |= {"num_local_experts", "num_experts_per_tok"}
 
 
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
@@ -57,13 +53,12 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     """
     path = folder / CONFIG
     if not os.path.exists(path):
-        text = f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}"
-        other = other_format_of(folder)
-        raise UserError(f"{text}; download it or correct the path" if other is None else f"{text}, and {other}")
+        remedy = other_format_of(folder) or "download it or correct the path"
+        raise UserError(f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; {remedy}")
     config = read_json(path, remedy=_DOWNLOAD)
     try:
-        family, text = _family(config)
-        fields, read = _checked_fields(text, family)
+        family, text_config = _family(config)
+        fields, read = _checked_fields(text_config, family)
         _refuse_unsupported(config, read, family)
         if (other := other_format_of(folder)) is not None:
             raise ValueError(other)
@@ -72,9 +67,10 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
             _check_experts(read, experts, family.name)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    tied = (fields if family.ties_in_text or not family.text_type else config).get("tie_word_embeddings")
-    fields.pop("tie_word_embeddings", None)
-    return fields | ({} if tied is None else {"tie_word_embeddings": bool(tied)}), family
+    if family.text_type and not family.ties_in_text:  # the whole model determines it
+        fields.pop("tie_word_embeddings", None)
+        fields |= {name: bool(config[name]) for name in config.keys() & {"tie_word_embeddings"}}
+    return fields, family
 
 
 def other_format_of(folder: Path) -> str | None:
@@ -82,7 +78,7 @@ def other_format_of(folder: Path) -> str | None:
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else [folder.name]
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
-        return f"weights must be in safetensors files, got the GGUF file {printable(gguf[0], 100)}; {_OF_SAFETENSORS}"
+        return f"weights must be in safetensors files, got the GGUF file {printable(gguf[0], 80)}; start from such files"
     if _MODELOPT in names:
         return f"weights must not be quantized by NVIDIA ModelOpt, got {_MODELOPT}; start from the unquantized model"
     return None
@@ -94,12 +90,10 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     if "architectures" in (wrong := file_errors(ModelFields, outer)):
         raise ValueError(f"{wrong['architectures']}; {_REMEDY}")
     hf_architecture = (config.get("architectures") or [""])[0]
-    of_images = [row for row in MULTIMODAL if row.hf_architecture == hf_architecture]
-    family = FAMILIES.get(hf_architecture)
-    if family is None and not of_images:
-        raise ValueError(_why_unknown(config, hf_architecture))
-    if family is not None:
+    if (family := FAMILIES.get(hf_architecture)) is not None:
         return family, dict(config)
+    if not (of_images := [row for row in MULTIMODAL if row.hf_architecture == hf_architecture]):
+        raise ValueError(_why_unknown(config, hf_architecture))
     if wrong:
         raise ValueError(f"{'; '.join(wrong.values())}; {_REMEDY}")
     return _text_model(config, of_images)
@@ -119,9 +113,8 @@ def _checked_fields(text: Mapping[str, Any], family: Family) -> tuple[dict[str, 
         text = {name: _without(value, name, unread) for name, value in text.items() if name not in unread}
     if wrong:
         raise ValueError(f"{'; '.join(wrong.values())}; {_REMEDY}")
-    for name, value in family.fields.model_validate(text):
-        if name in text and isinstance(value, bool | list):  # validation may convert these
-            text[name] = value
+    # validation may convert these
+    text |= {name: value for name, value in family.fields.model_validate(text) if isinstance(text.get(name), int | list)}
     return text, {name: value for name, value in text.items() if name in read}
 
 

@@ -21,6 +21,7 @@ SLIDING = ("sliding_window", "")
 SLIDING_LAYERS = ("sliding_window", "sliding_attention")
 LINEAR_LAYERS = ("", "linear_attention")  # these have no window
 CHUNKED_LAYERS = ("attention_chunk_size", "chunked_attention")
+_ROPES = ("rope_scaling", "rope_parameters")
 # Fields that are read in every family.
 _COMMON = (
     "architectures", "model_type", "hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads",
@@ -212,9 +213,7 @@ class Family:
     layer_pattern: str = ""
     recurrent: tuple[str, ...] = ()  # fields that describe a mixer with a state, of models that have such layers
     own: tuple[str, ...] = ()  # further fields that functions of this table or transformers read
-    # Settings of the RoPE that functions of this table read, and those that they read unless its type is default.
-    rope_own: tuple[str, ...] = ()
-    rope_scaled: tuple[str, ...] = ()
+    rope_own: tuple[str, ...] = ()  # settings of RoPE that functions of this table read
     one_part: bool = False  # a layer has either a sequence mixer or an MLP (or experts), with one norm
     gated_mlp: bool = True  # MLPs are down(activation(gate) * up), else down(activation(up))
     # whether no layer has RoPE
@@ -268,7 +267,7 @@ class Family:
 
     def deciding(self, config: Mapping[str, Any]) -> set[str]:
         """Return the names of the fields that determine which other fields of a configuration are read."""
-        names, experts = {"num_hidden_layers", self.window_switch}, self.experts
+        names, experts = {"num_hidden_layers", self.window_switch if self.window[0] else ""}, self.experts
         if self.window[1] or self.recurrent:
             names |= _first_given(config, *((kinds,) for kinds in self.layer_kinds), (self.layer_pattern,))
         if self.no_rope_layers:
@@ -288,32 +287,28 @@ class Family:
         names |= {source for source in sources if isinstance(source, str)}
         given = [config[name] for name in self.layer_kinds if name in names and config.get(name) is not None]
         kinds, (size, layer_type) = given[0] if given else None, self.window
-        if (kinds is None or not layer_type or layer_type in kinds) and (
-            not self.window_switch or config.get(self.window_switch)
-        ):
-            names.add(size)
+        names |= {"head_dim"} - self.numbers.keys()
+        if kinds is None or not layer_type or layer_type in kinds:
+            names |= {size} if config.get(self.window_switch, not self.window_switch) else set()
         if kinds is None or not {"linear_attention", "mamba"}.isdisjoint(kinds):
             names |= {*self.recurrent}
-        names |= {"head_dim"} - self.numbers.keys()
-        experts, layers = self.experts_of(config), config.get("num_hidden_layers")
-        if experts is not None:
+        if (experts := self.experts_of(config)) is not None:
             names |= experts.names
-        if (kinds is None or "mlp" in kinds) if self.one_part else experts is None or not experts.everywhere(config, layers):
+        has_dense = experts is None or not experts.everywhere(config, config.get("num_hidden_layers"))
+        if (kinds is None or "mlp" in kinds) if self.one_part else has_dense:
             names.add(self.dense_width)
         return (names | (set() if self.no_rope(config) else self._rope_names(config))) - {""}
 
     def _rope_names(self, config: Mapping[str, Any]) -> set[str]:
         """Return the names of the fields and settings that a configuration's RoPE is read by."""
-        names = {"rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters"}
-        names |= {"rope_local_base_freq"} if self.local_rope else set()
-        parts = {name: config[name] for name in ("rope_scaling", "rope_parameters") if isinstance(config.get(name), Mapping)}
+        names = {"rope_theta", "partial_rotary_factor", *_ROPES, "rope_local_base_freq" if self.local_rope else ""}
+        parts = {name: config[name] for name in _ROPES if isinstance(config.get(name), Mapping)}
         both = {key: value for part in parts.values() for key, value in part.items()}
         nested = {f"rope_parameters.{kind}": both.get(kind) for kind in ("full_attention", "sliding_attention")}
         of_layers = {name: part for name, part in nested.items() if isinstance(part, Mapping)}
         for name, settings in (dict.fromkeys(parts, both) | of_layers).items():
             kind = settings.get("rope_type", settings.get("type", "default"))
-            kind = "longrope" if kind == "yarn" and self.yarn_is_longrope else kind
-            used = settings_of_type(kind) | {*self.rope_own, *(self.rope_scaled if kind != "default" else ())}
+            used = settings_of_type("longrope" if kind == "yarn" and self.yarn_is_longrope else kind) | {*self.rope_own}
             names |= {name, *used, *(f"{name}.{setting}" for setting in used)}
         return names
 

@@ -64,8 +64,7 @@ class Rope:
 
 def settings_of_type(kind: object) -> set[str]:
     """Return the names of the settings that a RoPE type has; others, which files may also have, are not read."""
-    kind = kind if isinstance(kind, str) else ""
-    return {"rope_theta", "partial_rotary_factor", *_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ())}
+    return {"rope_theta", "partial_rotary_factor", *_NEEDED.get(str(kind), ()), *_OPTIONAL.get(str(kind), ())}
 
 
 def rope_type(config: Mapping[str, Any]) -> str:

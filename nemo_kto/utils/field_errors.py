@@ -176,25 +176,22 @@ def _constraint(field: Field, detail: ErrorDetails) -> str:
     return f"be {' and '.join(filter(None, ['finite' if infinite else '', field.bounds]))}"
 
 
-def file_errors(section: type[BaseModel], content: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+def file_errors(section: type[BaseModel], content: Mapping[str, object]) -> dict[str, str]:
     """Return a message, by key, for each key of a file's content that violates its type or constraints.
 
     A message describes the constraints of the whole key, also if only an item of its value is wrong.
     """
+    details: Sequence[ErrorDetails] = ()
     try:
         section.model_validate(content)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False, include_input=False)
-        wrong = dict(_locate(detail["loc"], names(section)) for detail in details)
-        return dict(_file_errors(wrong, content, prefix))
-    return {}
-
-
-def _file_errors(wrong: Mapping[str, Field | None], content: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, field in wrong.items():
+    messages = {}
+    for key, field in dict(_locate(detail["loc"], names(section)) for detail in details).items():
         value: object = content
         for name in key.split("."):
             value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
         assert field is not None  # keys of others are accepted
         got = "but is missing" if value is _MISSING else f"got {show(value)}"
-        yield key, f"{prefix}{key} must be {field.description}, {got}"
+        messages[key] = f"{key} must be {field.description}, {got}"
+    return messages

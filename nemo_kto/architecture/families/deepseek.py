@@ -64,7 +64,7 @@ DEEPSEEK_V3 = replace(
     mappings=(*without(GLM4_MOE.mappings, "self_attention."), *WEIGHTS),
     flags={},
     own=("attention_bias", *_LATENT),
-    rope_scaled=("mscale_all_dim",),
+    rope_own=("mscale_all_dim",),
     numbers={
         "head_dim": lambda config: max(config.qk_head_dim, config.v_head_dim),
         "attention_multiplier": _scale,

@@ -12,7 +12,7 @@ from nemo_kto.architecture.families.llama import LLAMA
 from nemo_kto.architecture.family import LINEAR_LAYERS, ExpertFields, Family, check_constants
 from nemo_kto.architecture.mappings import DENSE, EXPERT, renamed, sparse, with_experts, without
 from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, Mamba2, SequenceMixer
-from nemo_kto.architecture.mixers.mamba2 import NO_LIMITS, mamba2_weights
+from nemo_kto.architecture.mixers.mamba2 import mamba2_weights
 from nemo_kto.architecture.param_mapping import Split
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class GraniteFields(ModelFields):
     mamba_d_state: Count = ABSENT
     mamba_d_conv: Annotated[Count, Ge(2)] = ABSENT
     mamba_expand: Count = ABSENT
-    time_step_limit: Steps = None
+    time_step_limit: Steps = ABSENT
 
 
 def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
@@ -52,7 +52,7 @@ def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
         head_dim=config.mamba_d_head,
         state_dim=config.mamba_d_state,
         kernel=config.mamba_d_conv,
-        step_limits=tuple(config.time_step_limit or NO_LIMITS),
+        step_limits=tuple(config.time_step_limit),
     )
     return tuple(mamba if kind == "linear_attention" else SOFTMAX_ATTENTION for kind in config.layer_types)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive, Switch
 from nemo_kto.architecture.family import CHUNKED_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
@@ -48,11 +47,6 @@ class MiniMaxFields(ModelFields):
 def _llama4_temperature(config: PretrainedConfig) -> Temperature | None:
     tuned = config.attn_temperature_tuning
     return Temperature(floor=config.floor_scale, scale=config.attn_scale) if tuned else None
-
-
-def _without_empty_list(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without an empty ``no_rope_layers``, which published files have for the default."""
-    return {name: value for name, value in config.items() if name != "no_rope_layers" or value != []}
 
 
 def _ministral_temperature(config: PretrainedConfig) -> Temperature | None:
@@ -185,7 +179,8 @@ LLAMA4 = Family(
     interleaved_rotary=True,
     temperature=_llama4_temperature,
     own=("attn_temperature_tuning", "floor_scale", "attn_scale"),
-    renewed=_without_empty_list,
+    # published files have an empty list for the default
+    renewed=lambda config: {name: value for name, value in config.items() if (name, value) != ("no_rope_layers", [])},
     own_head_dim=True,
     dense_width="intermediate_size_mlp",
     experts=ExpertFields(

@@ -12,7 +12,7 @@ from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZe
 from nemo_kto.architecture.family import ExpertFields, Family, check_constants
 from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, sparse
 from nemo_kto.architecture.mixers import NO_MIXER, SOFTMAX_ATTENTION, Mamba2, SequenceMixer
-from nemo_kto.architecture.mixers.mamba2 import NO_LIMITS, mamba2_weights
+from nemo_kto.architecture.mixers.mamba2 import mamba2_weights
 from nemo_kto.architecture.mixers.softmax_attention import WEIGHTS
 from nemo_kto.architecture.param_mapping import Layers, ParamMapping, Shape, Split, replicated
 
@@ -31,10 +31,6 @@ _CONSTANT = {
 }
 
 
-# Further fields that transformers reads.
-_PASSED = ("mamba_dt_limit", "mamba_n_groups", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
-
-
 class NemotronFields(ModelFields):
     """Fields of config.json; older files name the layers by the letters of ``hybrid_override_pattern``."""
 
@@ -47,7 +43,7 @@ class NemotronFields(ModelFields):
     ssm_state_size: Count = ABSENT
     n_groups: Count = ABSENT
     conv_kernel: Annotated[Count, Ge(2)] = ABSENT
-    time_step_limit: Steps = None
+    time_step_limit: Steps = ABSENT
     n_routed_experts: PartCount = ABSENT
     n_group: OrZero = ABSENT
     topk_group: OrZero = ABSENT
@@ -83,7 +79,7 @@ def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
         head_dim=config.mamba_head_dim,
         state_dim=config.ssm_state_size,
         kernel=config.conv_kernel,
-        step_limits=tuple(config.time_step_limit or NO_LIMITS),
+        step_limits=tuple(config.time_step_limit),
     )
     mixers = {"linear_attention": mamba, "full_attention": SOFTMAX_ATTENTION}
     return tuple(mixers.get(kind, NO_MIXER) for kind in config.layers_block_type)
@@ -132,7 +128,8 @@ NEMOTRON_H = Family(
     gated_mlp=False,
     no_rope=lambda config: True,
     layer_kinds=("layers_block_type", "hybrid_override_pattern"),
-    own=(*_CONSTANT, "moe_latent_size", *_PASSED),
+    # older files may have names of Mamba-2's fields that transformers renews
+    own=(*_CONSTANT, "moe_latent_size", "mamba_dt_limit", "mamba_n_groups", "mamba_d_conv", "mamba_conv_bias"),
     recurrent=("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "time_step_limit"),
     own_head_dim=True,
     prefixes={"model.": ("backbone.", "model.")},

@@ -122,7 +122,6 @@ QWEN3_VL = replace(
     published="Qwen3-VL 2B to 32B",
     text_type="qwen3_vl_text",
     window=("", ""),
-    window_switch="",
     **QWEN_VL,
 )
 # the experts of a layer are joined, in published files transposed; the weights of a token's experts always sum to 1
@@ -134,7 +133,6 @@ QWEN3_VL_MOE = replace(
     mappings=with_experts(QWEN3.mappings, (_EXPERTS[0], *JOINED)),
     text_type="qwen3_vl_moe_text",
     window=("", ""),
-    window_switch="",
     experts=replace(_EXPERT_FIELDS, normalized=True),
     either_order=True,
     **QWEN_VL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -14,8 +13,6 @@ from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, 
 
 if TYPE_CHECKING:
     from nemo_kto.architecture.architecture import Architecture
-
-NO_LIMITS = (0.0, math.inf)  # of steps
 
 
 @dataclass(frozen=True, kw_only=True)
