@@ -113,7 +113,6 @@ def _checked_fields(text: Mapping[str, Any], family: Family) -> tuple[dict[str, 
         text = {name: _without(value, name, unread) for name, value in text.items() if name not in unread}
     if wrong:
         raise ValueError(f"{'; '.join(wrong.values())}; {_REMEDY}")
-    # validation may convert these
     text |= {name: value for name, value in family.fields.model_validate(text) if isinstance(text.get(name), int | list)}
     return text, {name: value for name, value in text.items() if name in read}
 

@@ -145,7 +145,7 @@ class ExpertFields:
             return {layer for layer in listed if layer < num_layers}
         if (kinds := config.get(self.layer_kinds)) is not None:
             return {layer for layer, kind in enumerate(kinds[:num_layers]) if kind in ("sparse", "moe")}
-        step, dense = config.get(self.sparse_step, 1), config.get(self.dense_layers) or ()
+        step, dense = config.get(self.sparse_step, 1), {*(config.get(self.dense_layers) or ())}
         first, last = config.get(self.first_layer) or 0, config.get(self.last_layer, -1)
         layers = range(first, num_layers if last == -1 else min(last + 1, num_layers))
         return {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}

@@ -1,4 +1,4 @@
-"""Nemotron-H, Nano 2 and Nemotron 3: each layer is Mamba-2, attention without RoPE, an MLP without a gate, or experts."""
+"""Nemotron-H, Nano 2, Nemotron 3 Nano: each layer is Mamba-2, attention without RoPE, an MLP without a gate, or experts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _OUTSIDE = [each for each in DENSE if "{layer}" not in each.mcore_name]
 NEMOTRON_H = Family(
     name="nemotron_h",
     hf_architecture="NemotronHForCausalLM",
-    published="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+    published="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano; not Nemotron 3 Super and Ultra",
     mappings=(
         *(replace(each, hf_names=_RENAMED.get(each.mcore_name, each.hf_names)) for each in _OUTSIDE),
         replace(replicated("input_layernorm.weight", "norm.weight", "hidden"), layers=Layers.MIXING),

@@ -203,7 +203,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5_MOE_TEXT,
     name="qwen3_5_moe",
     hf_architecture="Qwen3_5MoeForConditionalGeneration",
-    published="Qwen3.5 to Qwen3.8 with experts: 35B-A3B, 122B-A10B, 397B-A17B",
+    published="Qwen3.5 to Qwen3.8 with experts: 35B-A3B, 122B-A10B, 397B-A17B; not Qwen3.8-Flash-Next",
     text_type="qwen3_5_moe_text",
     **_WRAPPED,
 )
