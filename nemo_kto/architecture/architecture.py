@@ -249,7 +249,7 @@ def read_architecture(
 def _as_type(value: Any, annotation: object) -> object:
     """Return a number as an integer or float, as transformers requires; published files may have the other type."""
     kinds = get_args(annotation) or (annotation,)
-    if type(value) not in (int, float) or type(value) in kinds:
+    if type(value) not in (int, float) or type(value) in kinds or not abs(value) < 2**53:
         return value
     return next((kind(value) for kind in (float, int) if kind in kinds and kind(value) == value), value)
 

@@ -39,7 +39,7 @@ def _mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
 def _scale(config: PretrainedConfig) -> float:
     """Return the factor on the scores, which grows with that of YaRN if ``mscale_all_dim`` is given."""
     rope = config.rope_parameters
-    stretch = rope.get("factor", 1.0) if rope["rope_type"] != "default" else 1.0
+    stretch = (rope.get("factor") or 1.0) if rope["rope_type"] != "default" else 1.0
     mscale = 0.1 * (rope.get("mscale_all_dim") or 0.0) * math.log(max(stretch, 1.0)) + 1.0
     return float(mscale**2 / config.qk_head_dim**0.5)
 

@@ -206,6 +206,8 @@ DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, ("short_factor", "l
         ("Qwen--Qwen3-0.6B", {"num_labels": 10**9, "id2label": None}, None),
         (DEEPSEEK, {"n_group": 0, "topk_group": 0, "n_shared_experts": 0}, None),
         (DEEPSEEK, {"routed_scaling_factor": 2}, None),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "yarn", "factor": None}}, ("factor", "missing", "add")),
+        ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"moe_latent_size": float("inf")}, ("moe_latent_size", "inf")),
         (
             "Qwen--Qwen3-0.6B",
             {
