@@ -1,4 +1,4 @@
-"""Small models whose config.json has the fields of published ones, in their words: logits and exports at two layouts."""
+"""Small models whose config.json has the fields of published ones, in their words: logits, exports and gradients."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OTHERS = {
     [(1, Layout(), ONE_GROUP), (2, Layout(tensor=2, sequence_parallel=True), sorted(OTHERS))],
     ids=["one", "tp2"],
 )
-def test_logits_and_exports(world_size: int, layout: Layout, names: list[str], ranks: Any, tmp_path: Path) -> None:
-    folders, expected = {name: tmp_path / name for name in names}, {}
+def test_logits_exports_and_gradients(world_size: int, layout: Layout, names: list[str], ranks: Any, tmp_path: Path) -> None:
+    folders, expected, of_text = {name: tmp_path / name for name in names}, {}, dict[str, Path]()
     for name, folder in folders.items():
         set_seed(len(name))
         model = text_model(small(name), "cpu").float()
@@ -36,6 +36,9 @@ def test_logits_and_exports(world_size: int, layout: Layout, names: list[str], r
         store(folder, hf_models.weights(folder))
         with torch.no_grad():
             expected[name] = model.eval()(hf_models.tokens()).logits
+        if not {"vision_config", "mamba_head_dim", "mamba_d_head"} & small(name).keys():  # time_step_min of transformers
+            of_text[name] = tmp_path / "expected" / name
+            save_gradients(model, of_text[name])
         write(small(name), folder)
     results = ranks.run(world_size, hf_jobs.check_models, layout, folders, tmp_path / "out")
     for name, logits in expected.items():
@@ -46,3 +49,19 @@ def test_logits_and_exports(world_size: int, layout: Layout, names: list[str], r
         assert all(torch.equal(after[weight], tensor) for weight, tensor in before.items()), name
         exported = json.loads((tmp_path / "out" / name / "config.json").read_text())
         assert exported["architectures"] == published(name)["architectures"]
+    gradients = {name: folders[name] for name in of_text}
+    ranks.run(world_size, hf_jobs.check_gradients, layout, gradients, tmp_path / "gradients")
+    for name, folder in of_text.items():
+        found, wanted = hf_models.weights(tmp_path / "gradients" / name), hf_models.weights(folder)
+        assert found.keys() == wanted.keys(), name
+        for weight, gradient in wanted.items():
+            near: dict[str, Any] = {"rtol": 0, "atol": 5e-5 * gradient.abs().max().item(), "err_msg": f"{name} {weight}"}
+            np.testing.assert_allclose(found[weight].numpy(), gradient.numpy(), **near)
+
+
+def save_gradients(model: Any, folder: Path) -> None:
+    """Write those of a sum over logits in the place of weights; correction biases, which have none, keep their values."""
+    (model(hf_models.tokens()).logits * hf_models.cotangent()).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(folder)
