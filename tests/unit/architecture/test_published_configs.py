@@ -193,13 +193,14 @@ def test_mutants_are_read_or_refused(tmp_path: Path) -> None:
     assert min(outcomes.values()) > 100, outcomes
 
 
+QK_HEAD_DIMS: tuple[Any, ...] = (None, [1], {}, 0.0, -1)
 DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, ("short_factor", "long_factor")
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "parts"),
     [
-        *((DEEPSEEK, {"qk_head_dim": value}, None) for value in (None, [1], {}, 0.0, -1)),
+        *((DEEPSEEK, {"qk_head_dim": value}, None) for value in QK_HEAD_DIMS),
         *(("moonshotai--Kimi-K2.5", {"model_type": value}, ("model_type", "text_config")) for value in ([1], {"a": 1})),
         ("Qwen--Qwen3-0.6B", {"rope_theta": BIG}, ("rope_theta", "at most", str(BIG))),
         ("Qwen--Qwen3-0.6B", {"num_hidden_layers": 100_000}, ("num_hidden_layers", "10000", "100000")),
