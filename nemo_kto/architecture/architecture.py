@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.families import Experts, Family, Temperature
@@ -219,13 +219,16 @@ def read_architecture(
     """
     folder = Path(folder)
     fields, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    types = CONFIG_MAPPING[family.text_type or family.name].__dataclass_fields__
+    given = {name: fields[name] for name in fields.keys() - {"architectures", "model_type", "quantization_config"}}
+    given = {name: _as_type(value, types[name].type) if name in types else value for name, value in given.items()}
+    if family.text_type:
+        text = {**given, "model_type": family.text_type}
+        given = {"text_config": text, **{name: text[name] for name in text.keys() & {"tie_word_embeddings"}}}
     try:
-        if not family.text_type and fields.get("model_type") in family.aliases:
-            config = AutoConfig.for_model(family.name, **{name: fields[name] for name in fields if name != "model_type"})
-        else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.for_model(family.name, **given)
     except Exception as error:  # for an invalid field transformers may raise any exception
         raise UserError(
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
@@ -241,6 +244,14 @@ def read_architecture(
         )
     except ValueError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
+
+
+def _as_type(value: Any, annotation: object) -> object:
+    """Return a number as an integer or float, as transformers requires; published files may have the other type."""
+    kinds = get_args(annotation) or (annotation,)
+    if type(value) not in (int, float) or type(value) in kinds or not abs(value) < 2**53:
+        return value
+    return next((kind(value) for kind in (float, int) if kind in kinds and kind(value) == value), value)
 
 
 def _architecture(

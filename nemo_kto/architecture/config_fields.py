@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field
+
+from nemo_kto.errors import printable
 
 ABSENT: Any = None  # default of fields that may be absent but not null
 
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
 PartCount = Annotated[int, Ge(1), Le(10_000)]  # of layers or experts, each of which is looked up by name in the files
-Positive = Annotated[float, Gt(0)]
+Positive = Annotated[float, Gt(0), Le(1e15)]
+OrZero = Annotated[int, Ge(0), Le(2**31 - 1)]  # a zero means that there is none
+PositiveOrZero = Annotated[float, Ge(0), Le(1e15)]
 Indices = list[Annotated[int, Ge(0)]]
 Flags = list[Annotated[int, Ge(0), Le(1)]]
+Switch = Annotated[bool, BeforeValidator(lambda value: bool(value) if type(value) is int else value)]  # also an integer
+# Smallest and largest step of Mamba-2; transformers may write an infinite one as {"__float__": "Infinity"}.
+_infinite = BeforeValidator(lambda value: math.inf if value == {"__float__": "Infinity"} else value)
+Steps = Annotated[list[Annotated[float, AllowInfNan(), _infinite]], Field(description="a list of two floats")]
 
 
 # Strict types and finite floats; other fields are ignored.
@@ -29,20 +38,20 @@ class RopeFields(BaseModel):
 
     rope_theta: Positive | None = None
     factor: Positive | None = None
-    alpha: Positive | None = None
+    alpha: PositiveOrZero | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     partial_rotary_factor: Positive | None = None
     attention_factor: Positive | None = None
-    beta_fast: Positive | None = None
-    beta_slow: Positive | None = None
-    mscale: Positive | None = None
-    mscale_all_dim: Positive | None = None
+    beta_fast: PositiveOrZero | None = None
+    beta_slow: PositiveOrZero | None = None
+    mscale: PositiveOrZero | None = None
+    mscale_all_dim: PositiveOrZero | None = None
     original_max_position_embeddings: Positive | None = None
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
-    truncate: bool | None = None
-    llama_4_scaling_beta: Positive | None = None
+    truncate: Switch | None = None
+    llama_4_scaling_beta: PositiveOrZero | None = None
 
 
 class LayerRopeFields(RopeFields):
@@ -59,7 +68,6 @@ class ModelFields(BaseModel):
 
     architectures: list[str] | None = None
     model_type: str = ABSENT
-    is_encoder_decoder: bool = ABSENT
     hidden_act: str = ABSENT
     hidden_activation: str = ABSENT
     hidden_size: Count = ABSENT
@@ -72,16 +80,19 @@ class ModelFields(BaseModel):
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     rms_norm_eps: Positive = ABSENT
-    tie_word_embeddings: bool = ABSENT
-    attention_bias: bool = ABSENT
-    mlp_bias: bool = ABSENT
+    tie_word_embeddings: Switch = ABSENT
+    attention_bias: Switch = ABSENT
+    mlp_bias: Switch = ABSENT
     layer_types: list[str] | None = None
     sliding_window: Count | None = None
-    use_sliding_window: bool = ABSENT
-    use_bidirectional_attention: bool | None = None
+    sliding_window_pattern: Count | str = ABSENT
+    max_window_layers: OrZero = ABSENT
+    use_sliding_window: Switch = ABSENT
+    use_bidirectional_attention: Switch | None = None
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
-    rope_theta: Positive = ABSENT
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Positive | None = None
     rope_local_base_freq: Positive = ABSENT
     rope_scaling: Annotated[LayerRopeFields | None, Field(description="an object")] = None
     rope_parameters: Annotated[LayerRopeFields | None, Field(description="an object")] = None
@@ -122,11 +133,15 @@ class Quantization:
                 return f"{self.method} in blocks of {rows} x {columns}"
 
 
+# Fields that describe how weights are quantized: that of transformers, that of older llm-compressor, and that of MLX.
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "quantization")
+
+
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``quantization_config``, which may be that of the text model; None if the weights are not quantized."""
-    text = config.get("text_config")
-    settings = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    return settings if isinstance(settings, dict) else None
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    found = [part[name] for part in parts for name in QUANTIZATION_FIELDS if part.get(name)]
+    return next((settings for settings in found if isinstance(settings, dict)), None)
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
@@ -137,9 +152,13 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if (settings := quantization_settings(config)) is None:
         return None
     method, got = str(settings.get("quant_method", "unknown")), ""
-    if method == "mxfp4":
+    if (algorithm := settings.get("quant_algo")) is not None:
+        got = f", quant_algo {printable(str(algorithm), 60)} of NVIDIA ModelOpt"
+    elif "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
+        got = f", {printable(str(settings['bits']), 60)} bits in groups of MLX"
+    elif method == "mxfp4":
         return Quantization(method=method)
-    if method == "fp8":
+    elif method == "fp8":
         size, fmt = settings.get("weight_block_size"), settings.get("fmt", "e4m3")
         if fmt in ("e4m3", "float8_e4m3fn") and (size is None or _is_block(size)):
             return Quantization(method=method, block=(None, None) if size is None else tuple(size))
@@ -151,7 +170,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             shown = [group.get("weights") for group in _groups(settings) if isinstance(group, dict)]
             got = f" with format {settings.get('format')!r}" + "".join(f" and weights {weights}" for weights in shown[:2])
     known = ", ".join(f"{name} ({formats})" for name, formats in QUANTIZED.items())
-    text = f"quantization_config must be one of {known}, got quant_method {method!r}{got}"
+    text = f"quantization_config must be one of {known}, got quant_method {printable(method, 60)!r}{got}"
     raise ValueError(f"{text}; start from the unquantized model")
 
 

@@ -6,8 +6,7 @@ Neither transformers nor megatron-core is imported, so that a command line can b
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +14,115 @@ from nemo_kto.architecture.config_fields import ModelFields, read_quantization
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, ExpertFields, Family
 from nemo_kto.architecture.rope import rope_type
 from nemo_kto.errors import UserError, either, printable, show
-from nemo_kto.utils.field_errors import file_errors
-from nemo_kto.utils.files import read_json, refuse_code
+from nemo_kto.utils.field_errors import file_errors, names
+from nemo_kto.utils.files import read_json
 
 CONFIG = "config.json"
 PAGE = "docs/reference/supported.md"
-_REMEDY = "download the model again, or write it with save_pretrained"
+_DOWNLOAD = "download the model again, or write it with save_pretrained"
+_REMEDY = "correct it, or choose another model"
 # Parts that this program lacks, by the beginning of the fields of config.json that describe them.
 LACKING = {
     "index_topk": "attention to keys that an indexer chooses, which is trained by a loss of its own",
+    "sparse_attention_config": "attention to blocks of keys that an indexer chooses",
     "hc_": "hyper-connections, several residual streams that each layer mixes",
     "linear_": "linear attention other than that of Qwen3-Next",
     "mamba_": "Mamba layers other than those of Nemotron-H and Granite 4",
     "ssm_": "Mamba layers other than those of Nemotron-H and Granite 4",
+    "moe_latent_size": "experts that process a projection of the hidden state",
+    "routed_expert_hidden_size": "experts that process a projection of the hidden state",
     "conv_L_cache": "short convolutions",
+    "block_configs": "layers of different widths, some without attention",
+    "swa_": "sliding-window layers whose heads differ from those of the other layers",
+    "global_head_dim": "sliding-window layers whose heads differ from those of the other layers",
     "hidden_size_per_layer_input": "embeddings for each layer",
     "n_embd": "learned absolute positions",
 }
-_OUTER = ("architectures", "model_type", "is_encoder_decoder", "tie_word_embeddings", "quantization_config")
+_MODELOPT = "hf_quant_config.json"
+_OUTER = ("architectures", "model_type", "tie_word_embeddings", "quantization_config")
+# Fields that transformers checks, or takes for others, also in models that do not use them.
+_FOREIGN = {"layer_types", "mlp_layer_types", "rope_scaling", "rope_parameters", "head_dim", "qk_rope_head_dim"}
+_FOREIGN |= {"num_local_experts", "num_experts_per_tok"}
 
 
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     """Return the fields of the text model in a folder's config.json, and the model family that it names.
 
+    They are the fields of the family's schema; those that the model does not use are left out if they are not valid.
     Raises UserError if there is no config.json, or it does not describe a supported model; lists every problem.
     """
     path = folder / CONFIG
     if not os.path.exists(path):
-        raise UserError(
-            f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; download it or correct the path"
-        )
-    config = read_json(path, remedy=_REMEDY)
-    names = config.get("architectures")
-    hf_architecture = str(names[0]) if isinstance(names, list) and names else ""
+        remedy = other_format_of(folder) or "download it or correct the path"
+        raise UserError(f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; {remedy}")
+    config = read_json(path, remedy=_DOWNLOAD)
     try:
-        family, text = FAMILIES.get(hf_architecture), config
-        outer = {name: value for name, value in config.items() if name in _OUTER}
-        of_images = [row for row in MULTIMODAL if row.hf_architecture == hf_architecture]
-        wrong = file_errors(ModelFields, outer) if of_images else []
-        if of_images and not wrong:
-            family, text = _text_model(config, of_images)
-        fields = ModelFields if family is None else family.fields
-        given = {name: value for name, value in text.items() if name in fields.model_fields}
-        if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
-            del given["sliding_window"]  # transformers writes 0 for Qwen2-MoE models without a window
-        if family is not None and family.chunked and given.get("no_rope_layers") == []:
-            del given["no_rope_layers"]  # published Llama 4, for the default
-        wrong = wrong or file_errors(fields, given)
-        if wrong:
-            raise ValueError(f"{'; '.join(wrong)}; {_REMEDY}")
-        if family is None:
-            refuse_code(path, config)  # transformers has the classes of known families, and their code is not used
-            raise ValueError(_why_unknown(config, hf_architecture))
-        _refuse_unsupported(config, given, family)
-        _check_layers_and_heads(given, family)
-        if (experts := family.experts_of(given)) is not None:
-            _check_experts(given, experts, family.name)
-        text = family.renewed(text)
+        family, text_config = _family(config)
+        fields, read = _checked_fields(text_config, family)
+        _refuse_unsupported(config, read, family)
+        if (other := other_format_of(folder)) is not None:
+            raise ValueError(other)
+        _check_layers_and_heads(read, family)
+        if (experts := family.experts_of(read)) is not None:
+            _check_experts(read, experts, family.name)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    ties = text if family.ties_in_text else config
-    return {**text, **({name: ties[name] for name in ("tie_word_embeddings",) if name in ties})}, family
+    if family.text_type and not family.ties_in_text:  # the whole model determines it
+        fields.pop("tie_word_embeddings", None)
+        fields |= {name: bool(config[name]) for name in config.keys() & {"tie_word_embeddings"}}
+    return fields, family
+
+
+def other_format_of(folder: Path) -> str | None:
+    """Return that a folder has weights in a form that is not read, with the remedy; None if no file shows this."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else [folder.name]
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf and not any(name.endswith(".safetensors") for name in names):
+        return f"weights must be in safetensors files, got the GGUF file {printable(gguf[0], 80)}; start from such files"
+    if _MODELOPT in names:
+        return f"weights must not be quantized by NVIDIA ModelOpt, got {_MODELOPT}; start from the unquantized model"
+    return None
+
+
+def _family(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """Return the family that a config.json names, and the fields of its text model."""
+    outer = {name: value for name, value in config.items() if name in _OUTER}
+    if "architectures" in (wrong := file_errors(ModelFields, outer)):
+        raise ValueError(f"{wrong['architectures']}; {_REMEDY}")
+    hf_architecture = (config.get("architectures") or [""])[0]
+    if (family := FAMILIES.get(hf_architecture)) is not None:
+        return family, dict(config)
+    if not (of_images := [row for row in MULTIMODAL if row.hf_architecture == hf_architecture]):
+        raise ValueError(_why_unknown(config, hf_architecture))
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong.values())}; {_REMEDY}")
+    return _text_model(config, of_images)
+
+
+def _checked_fields(text: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of a text model that its family has, and those of them that the model is read by."""
+    schema = family.fields.model_fields.keys()
+    text = {name: value for name, value in text.items() if name in schema | {*family.own}}
+    wrong = file_errors(family.fields, text)
+    if not wrong.keys() & family.deciding(text):
+        text = family.renewed(text)
+        read = family.reads(text)
+        settings = {name for name in names(family.fields) if "." in name}  # of RoPE
+        unread = (wrong.keys() | _FOREIGN | settings | {name for name in text if text[name] is None}) - read
+        wrong = {key: message for key, message in wrong.items() if key in read}
+        text = {name: _without(value, name, unread) for name, value in text.items() if name not in unread}
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong.values())}; {_REMEDY}")
+    text |= {name: value for name, value in family.fields.model_validate(text) if isinstance(text.get(name), int | list)}
+    return text, {name: value for name, value in text.items() if name in read}
+
+
+def _without(value: object, key: str, removed: Collection[str]) -> object:
+    """Return a value of config.json, in whose objects the entries with the keys in ``removed`` are left out."""
+    if not isinstance(value, dict) or not any(name.startswith(f"{key}.") for name in removed):
+        return value
+    inner = {f"{key}.{name}": (name, each) for name, each in value.items()}
+    return {name: _without(each, path, removed) for path, (name, each) in inner.items() if path not in removed}
 
 
 def _text_model(config: Mapping[str, Any], rows: Sequence[Family]) -> tuple[Family, dict[str, Any]]:
@@ -87,27 +134,25 @@ def _text_model(config: Mapping[str, Any], rows: Sequence[Family]) -> tuple[Fami
         got = "none" if text is None else show(text)
         raise ValueError(f"text_config must be an object with the text model of {rows[0].name}, got {got}; {_REMEDY}")
     types = {kind: row for row in rows for kind in (row.text_type, *row.aliases)}
-    if (kind := text.get("model_type")) not in types:
+    if not isinstance(kind := text.get("model_type"), str) or kind not in types:
         wanted = f"{either([*types])} for {rows[0].hf_architecture}"
         raise ValueError(f"model_type in text_config must be {wanted}, got {show(kind)}; {_REMEDY}")
     return types[kind], text
 
 
 def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
-    """Return why a model of no known family cannot be trained: a part that this program lacks, and the nearest family."""
+    """Return why a model of no known family cannot be trained: it is not supported, and parts that this program lacks."""
     kind, text = str(config.get("model_type")), config.get("text_config")
     if config.get("is_encoder_decoder"):
         message = f"an encoder-decoder model ({kind}) cannot be trained: a response must be the continuation of its prompt"
         return f"{message}; choose a decoder-only model"
     fields = {**(text if isinstance(text, dict) else {}), **config}
     lacking = [why for start, why in LACKING.items() if any(name.startswith(start) and fields[name] for name in fields)]
-    if "audio_config" in config or ("vision_config" in config and not lacking):
-        lacking.append("a table of its weights, of which those of images or sounds are not trained")
-    lacks = ", ".join(dict.fromkeys(lacking)) or "a table of its weights"
-    known = {family.name: family.hf_architecture for family in (*FAMILIES.values(), *MULTIMODAL)}
-    near = [f"the nearest is {known[name]}" for name in get_close_matches(kind, known, n=1, cutoff=0.5)]
-    got = f"{printable(hf_architecture, 100)!r} (model_type {printable(kind, 100)!r}), for which this program lacks {lacks}"
-    return f"the architecture must be one of the families in {', '.join([PAGE, *near])}; got {got}; choose another model"
+    if config.get("vision_config") is not None or config.get("audio_config") is not None:
+        lacking.append("its kind of input with images or sounds")
+    why = f": this program lacks {', '.join(dict.fromkeys(lacking))}" if lacking else ""
+    got = f"{printable(hf_architecture, 100)!r} (model_type {printable(kind, 100)!r}), which is not supported{why}"
+    return f"the architecture must be one of the families in {PAGE}, got {got}; choose another model"
 
 
 def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> None:
@@ -120,7 +165,7 @@ def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], fami
         message = f"quantization_config must not be mxfp4 for {family.name}, got quant_method 'mxfp4'"
         raise ValueError(f"{message}; start from the unquantized model")
     config = text
-    for layer_type in ("sliding_attention", "full_attention"):
+    for layer_type in ("sliding_attention", "full_attention") if "rope_theta" in family.reads(config) else ():
         rope_type(family.rope(config, layer_type))
     name, activation = family.activation
     if (got := config.get(name, activation)) != activation:

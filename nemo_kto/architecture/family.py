@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.architecture.config_fields import ModelFields
 from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, SequenceMixer
 from nemo_kto.architecture.param_mapping import ParamMapping
-from nemo_kto.architecture.rope import rope_settings
+from nemo_kto.architecture.rope import rope_settings, settings_of_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,6 +21,12 @@ SLIDING = ("sliding_window", "")
 SLIDING_LAYERS = ("sliding_window", "sliding_attention")
 LINEAR_LAYERS = ("", "linear_attention")  # these have no window
 CHUNKED_LAYERS = ("attention_chunk_size", "chunked_attention")
+_ROPES = ("rope_scaling", "rope_parameters")
+# Fields that are read in every family.
+_COMMON = (
+    "architectures", "model_type", "hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads",
+    "num_key_value_heads", "tie_word_embeddings", "use_bidirectional_attention", "quantization_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +115,13 @@ class ExpertFields:
             best_of_group=self.best_of_group,
         )
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the fields that describe the experts of a layer."""
+        widths = (self.ffn_hidden_size, self.shared_ffn_hidden_size, self.shared_experts)
+        names = (self.chosen, *widths, self.groups, self.chosen_groups, self.scale, self.least_sum)
+        return {name for name in (*names, self.normalized) if name and isinstance(name, str)}
+
     def per_token(self, config: Mapping[str, Any]) -> Any:
         """Return the number of experts for each token, None if it is absent; ValueError if it differs between layers."""
         given = config.get(self.chosen)
@@ -118,6 +131,12 @@ class ExpertFields:
             raise ValueError(f"{self.chosen} must be the same in all layers, got {given}; choose another model")
         return given[0]
 
+    def everywhere(self, config: Mapping[str, Any], num_layers: int | None) -> bool:
+        """Return whether all layers have experts; False if this depends on a default of transformers."""
+        decides = [name for name in (self.sparse_layers, self.layer_kinds, self.first_layer) if name]
+        is_known = not decides or any(config.get(name) is not None for name in decides)
+        return num_layers is not None and is_known and len(self.layers(config, num_layers)) == num_layers
+
     def layers(self, config: Mapping[str, Any], num_layers: int) -> set[int]:
         """Return the numbers, from 0, of the layers with experts, from the fields of a configuration."""
         if config.get(self.number) == 0:
@@ -126,7 +145,7 @@ class ExpertFields:
             return {layer for layer in listed if layer < num_layers}
         if (kinds := config.get(self.layer_kinds)) is not None:
             return {layer for layer, kind in enumerate(kinds[:num_layers]) if kind in ("sparse", "moe")}
-        step, dense = config.get(self.sparse_step, 1), config.get(self.dense_layers) or ()
+        step, dense = config.get(self.sparse_step, 1), {*(config.get(self.dense_layers) or ())}
         first, last = config.get(self.first_layer) or 0, config.get(self.last_layer, -1)
         layers = range(first, num_layers if last == -1 else min(last + 1, num_layers))
         return {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}
@@ -138,6 +157,16 @@ def check_constants(config: PretrainedConfig, constants: Mapping[str, object]) -
         if (got := getattr(config, name)) != value:
             shown = [str(each).lower() for each in (value, got)]
             raise ValueError(f"{name} must be {shown[0]} for {config.model_type}, got {shown[1]}; choose another model")
+
+
+def _first_given(config: Mapping[str, Any], *alternatives: tuple[str, ...]) -> set[str]:
+    """Return the names of fields up to the first alternative with a value, which makes the next ones superfluous."""
+    names = set[str]()
+    for alternative in alternatives:
+        names |= {*alternative}
+        if any(name and config.get(name) is not None for name in alternative):
+            break
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +206,18 @@ class Family:
     # Field with the number of tokens that a layer attends to, with the current one, and the type in ``layer_types`` of the
     # layers to which it applies, empty for all layers.
     window: tuple[str, str] = ("", "")
+    window_switch: str = ""  # field without which, or with false, no layer has a window
+    # Fields with the kind of each layer, of which the first one that is given counts; without one, the kinds follow from
+    # ``layer_pattern``.
+    layer_kinds: tuple[str, ...] = ("layer_types",)
+    layer_pattern: str = ""
+    recurrent: tuple[str, ...] = ()  # fields that describe a mixer with a state, of models that have such layers
+    own: tuple[str, ...] = ()  # further fields that functions of this table or transformers read
+    rope_own: tuple[str, ...] = ()  # settings of RoPE that functions of this table read
     one_part: bool = False  # a layer has either a sequence mixer or an MLP (or experts), with one norm
     gated_mlp: bool = True  # MLPs are down(activation(gate) * up), else down(activation(up))
     # whether no layer has RoPE
-    no_rope: Callable[[PretrainedConfig], bool] = lambda config: False
+    no_rope: Callable[[Mapping[str, Any]], bool] = lambda config: False
     no_rope_layers: bool = False  # the configuration names layers without RoPE
     rope_in_windows: bool = False  # if some layers have a window, the others have no RoPE
     interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
@@ -228,6 +265,53 @@ class Family:
         fields, layers = self.experts, config.get("num_hidden_layers")
         return fields if fields is None or layers is None or fields.layers(config, layers) else None
 
+    def deciding(self, config: Mapping[str, Any]) -> set[str]:
+        """Return the names of the fields that determine which other fields of a configuration are read."""
+        names, experts = {"num_hidden_layers", self.window_switch if self.window[0] else ""}, self.experts
+        if self.window[1] or self.recurrent:
+            names |= _first_given(config, *((kinds,) for kinds in self.layer_kinds), (self.layer_pattern,))
+        if self.no_rope_layers:
+            names |= _first_given(config, ("no_rope_layers",), ("no_rope_layer_interval",))
+        if experts is not None:
+            others = (experts.sparse_step, experts.dense_layers, experts.first_layer, experts.last_layer)
+            names |= {experts.number, *_first_given(config, (experts.sparse_layers,), (experts.layer_kinds,), others)}
+        return names - {""}
+
+    def reads(self, config: Mapping[str, Any]) -> set[str]:
+        """Return the names of the fields that a configuration is read by, whose :meth:`deciding` fields are valid.
+
+        The settings of its RoPE are named rope_parameters.NAME. All other fields may hold anything.
+        """
+        sources = (*self.flags.values(), *self.numbers.values())
+        names = {*_COMMON, *self.deciding(config), self.activation[0], self.norm_epsilon, *self.own}
+        names |= {source for source in sources if isinstance(source, str)}
+        given = [config[name] for name in self.layer_kinds if name in names and config.get(name) is not None]
+        kinds, (size, layer_type) = given[0] if given else None, self.window
+        names |= {"head_dim"} - self.numbers.keys()
+        if kinds is None or not layer_type or layer_type in kinds:
+            names |= {size} if config.get(self.window_switch, not self.window_switch) else set()
+        if kinds is None or not {"linear_attention", "mamba"}.isdisjoint(kinds):
+            names |= {*self.recurrent}
+        if (experts := self.experts_of(config)) is not None:
+            names |= experts.names
+        has_dense = experts is None or not experts.everywhere(config, config.get("num_hidden_layers"))
+        if (kinds is None or "mlp" in kinds) if self.one_part else has_dense:
+            names.add(self.dense_width)
+        return (names | (set() if self.no_rope(config) else self._rope_names(config))) - {""}
+
+    def _rope_names(self, config: Mapping[str, Any]) -> set[str]:
+        """Return the names of the fields and settings that a configuration's RoPE is read by."""
+        names = {"rope_theta", "partial_rotary_factor", *_ROPES, "rope_local_base_freq" if self.local_rope else ""}
+        parts = {name: config[name] for name in _ROPES if isinstance(config.get(name), Mapping)}
+        both = {key: value for part in parts.values() for key, value in part.items()}
+        nested = {f"rope_parameters.{kind}": both.get(kind) for kind in ("full_attention", "sliding_attention")}
+        of_layers = {name: part for name, part in nested.items() if isinstance(part, Mapping)}
+        for name, settings in (dict.fromkeys(parts, both) | of_layers).items():
+            kind = settings.get("rope_type", settings.get("type", "default"))
+            used = settings_of_type("longrope" if kind == "yarn" and self.yarn_is_longrope else kind) | {*self.rope_own}
+            names |= {name, *used, *(f"{name}.{setting}" for setting in used)}
+        return names
+
     def windows(self, config: PretrainedConfig) -> Windows:
         """Return the number of tokens that each layer attends to, with the current one; None for all previous tokens.
 
@@ -250,7 +334,7 @@ class Family:
         """Return whether each layer has RoPE; despite its name, ``no_rope_layers`` has a 1 for each that has it."""
         if self.rope_in_windows and any(windows := self.windows(config)):
             return tuple(window is not None for window in windows)
-        if self.no_rope(config):
+        if self.no_rope(config.to_dict()):
             return (False,) * config.num_hidden_layers
         marks = config.no_rope_layers if self.no_rope_layers else [1] * config.num_hidden_layers
         return tuple(map(bool, marks[: config.num_hidden_layers]))

@@ -23,6 +23,9 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor", "max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_ORIGINAL = "original_max_position_embeddings"
+_OPTIONAL = {"yarn": (*_YARN, _ORIGINAL), "dynamic": ("alpha",), "longrope": ("attention_factor", "factor")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,11 @@ class Rope:
             return factor**2 * multiplier
         usual = factor == 1.0 and scalar in (None, head_dim)
         return None if usual else factor**2 / (scalar or head_dim) ** 0.5
+
+
+def settings_of_type(kind: object) -> set[str]:
+    """Return the names of the settings that a RoPE type has; others, which files may also have, are not read."""
+    return {"rope_theta", "partial_rotary_factor", *_NEEDED.get(str(kind), ()), *_OPTIONAL.get(str(kind), ())}
 
 
 def rope_type(config: Mapping[str, Any]) -> str:
@@ -107,6 +115,9 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
         message = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
         raise ValueError(f"{message}, got {part}; choose another model")
+    pairs, factors = int(head_dim * part) // 2, [name for name in ("short_factor", "long_factor") if kind == "longrope"]
+    if wrong := [f"{name} of {len(given[name])}" for name in factors if len(given[name]) != pairs]:
+        raise ValueError(f"rope factors must be {pairs}, one for each pair of channels, got {', '.join(wrong)}; correct it")
     theta = given["rope_theta"]
     if kind == "dynamic" and settings.get("alpha"):  # Hunyuan's: another base, whatever the length
         kind, theta = "default", theta * settings["alpha"] ** (head_dim / (head_dim - 2))

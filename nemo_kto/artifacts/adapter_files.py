@@ -177,7 +177,7 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         yield f"peft_type must be LORA, got {printable(str(config.get('peft_type')), 60)}"
         return
     rank, targets, limited = config.get("r"), config.get("target_modules"), config.get("layers_to_transform") is not None
-    yield from file_errors(_Config, config)
+    yield from file_errors(_Config, config).values()
     for key, value in config.items():
         if key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
             usual = config.get({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}[key])

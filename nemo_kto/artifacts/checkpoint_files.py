@@ -355,7 +355,7 @@ def find_wrong(info: Mapping[str, Any], *, step: int | None) -> list[str]:
     if isinstance(trainer, dict):  # these are empty if there is nothing to record
         empty = [name for name in ("unlogged", "early_stopping") if trainer.get(name) == {}]
         info = {**info, "trainer": {name: value for name, value in trainer.items() if name not in empty}}
-    if wrong := file_errors(Info, info):
+    if wrong := [*file_errors(Info, info).values()]:
         return wrong
     taken, consumed = info["trainer"]["step"], info["trainer"].get("consumed_samples")
     if step is not None and taken != step:

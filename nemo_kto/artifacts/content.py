@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.architecture.config_fields import quantization_settings
+from nemo_kto.architecture.config_fields import QUANTIZATION_FIELDS, quantization_settings
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import ALIASES
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -167,9 +167,9 @@ def auto_class(folder: Path) -> str:
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the configuration for unquantized weights of this dtype, which keeps its name for the dtype."""
-    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    kept = {name: value for name, value in config.items() if name not in QUANTIZATION_FIELDS}
     if isinstance(text := kept.get("text_config"), dict):
-        kept["text_config"] = {name: value for name, value in text.items() if name != "quantization_config"}
+        kept["text_config"] = {name: value for name, value in text.items() if name not in QUANTIZATION_FIELDS}
     names = [name for name in ("dtype", "torch_dtype") if name in config]
     return kept | dict.fromkeys(names or ["torch_dtype"], dtype)  # all versions of transformers read the older name
 

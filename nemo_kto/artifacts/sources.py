@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.config_file import CONFIG, other_format_of
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.artifacts.hub import HUB
@@ -78,6 +78,8 @@ def remedy_for_missing(folder: Path, usual: str) -> str:
     """Return how to get a model from what is not a model folder; ``usual`` for a folder that is only missing."""
     if folder.suffix == ".nemo" or any(os.path.exists(folder / name) for name in _OTHER_PROGRAMS):
         return f"write it as a Hugging Face folder first: nemo-kto import {folder} OUT"
+    if (other := other_format_of(folder)) is not None:
+        return other
     name = str(folder)
     if not _REPOSITORY.fullmatch(name) or os.path.lexists(folder.parent):
         return usual

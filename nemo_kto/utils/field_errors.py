@@ -176,26 +176,22 @@ def _constraint(field: Field, detail: ErrorDetails) -> str:
     return f"be {' and '.join(filter(None, ['finite' if infinite else '', field.bounds]))}"
 
 
-def file_errors(section: type[BaseModel], content: Mapping[str, object], prefix: str = "") -> list[str]:
-    """Return a message for each key of a file's content that violates its type or constraints.
+def file_errors(section: type[BaseModel], content: Mapping[str, object]) -> dict[str, str]:
+    """Return a message, by key, for each key of a file's content that violates its type or constraints.
 
     A message describes the constraints of the whole key, also if only an item of its value is wrong.
     """
+    details: Sequence[ErrorDetails] = ()
     try:
         section.model_validate(content)
     except ValidationError as error:
-        return list(dict.fromkeys(_file_errors(error, names(section), content, prefix)))
-    return []
-
-
-def _file_errors(
-    error: ValidationError, known: Mapping[str, Field], content: Mapping[str, object], prefix: str
-) -> Iterator[str]:
-    for detail in error.errors(include_url=False, include_context=False, include_input=False):
-        key, field = _locate(detail["loc"], known)
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+    messages = {}
+    for key, field in dict(_locate(detail["loc"], names(section)) for detail in details).items():
         value: object = content
         for name in key.split("."):
             value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
         assert field is not None  # keys of others are accepted
         got = "but is missing" if value is _MISSING else f"got {show(value)}"
-        yield f"{prefix}{key} must be {field.description}, {got}"
+        messages[key] = f"{key} must be {field.description}, {got}"
+    return messages

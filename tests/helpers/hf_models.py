@@ -590,7 +590,13 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
     """Write a model of those above with random weights, biases and norms included, in several files, with a tokenizer."""
     set_seed(len(name))
     config = (CONFIGS | MIXTURES | QUANTIZED | MULTIMODAL)[name]()
-    model = auto_class(config.to_dict()).from_config(config, dtype=torch.float32)
+    save_model(auto_class(config.to_dict()).from_config(config, dtype=torch.float32), folder, dtype, max_shard_size)
+    if folder.name.endswith("own-output"):
+        edit_config(folder, tie_word_embeddings=True)
+
+
+def save_model(model: Any, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB") -> None:
+    """Write a model of random weights, biases and norms included, with a tokenizer."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # transformers starts norms at one, biases and some weights at zero
             if parameter.dim() == 1 or name.endswith("_bias") or not parameter.any():
@@ -600,8 +606,6 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
-    if folder.name.endswith("own-output"):
-        edit_config(folder, tie_word_embeddings=True)
 
 
 class LazyFolders(dict[str, Path]):

@@ -72,11 +72,11 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a newer model of a known family": (
         config(architectures=["Qwen4NextForCausalLM"], model_type="qwen4_next", linear_num_value_heads=32),
-        Message("Qwen4NextForCausalLM", "nearest is Qwen3NextForCausalLM", "linear attention", "supported.md"),
+        Message("Qwen4NextForCausalLM", "not supported", "linear attention", "supported.md", "choose"),
     ),
     "keys that an indexer chooses": (
         config(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", index_topk=2048, kv_lora_rank=512),
-        Message("deepseek_v32", "indexer", "loss of its own", "nearest is DeepseekV3ForCausalLM", "supported.md"),
+        Message("deepseek_v32", "not supported", "indexer", "loss of its own", "supported.md"),
     ),
     "GLM 5": (
         config(architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa", index_topk=2048),
@@ -88,7 +88,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a part of odd size that rotates": (
         config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", qk_rope_head_dim=5),
-        Message("qk_rope_head_dim", "even", "5", "save_pretrained"),
+        Message("qk_rope_head_dim", "even", "5", "correct"),
     ),
     "an encoder-decoder model": (
         config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),
@@ -105,7 +105,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "architectures are lists": (config(architectures=[["x"]]), Message("list", "strings", "[['x']]")),
     "model_type of another": (
         config(model_type="qwen2"),
-        Message("model_type", "llama", "LlamaForCausalLM", "qwen2", "save_pretrained"),
+        Message("model_type", "llama", "LlamaForCausalLM", "qwen2", "correct"),
     ),
     "quantized with GPTQ": (
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -129,7 +129,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     },
     "heads and groups": (
         config(num_key_value_heads=3),
-        Message("num_attention_heads", "num_key_value_heads", "2", "3", "save_pretrained"),
+        Message("num_attention_heads", "num_key_value_heads", "2", "3", "correct"),
     ),
     "tie_word_embeddings is a string": (
         config(tie_word_embeddings="yes"),
@@ -138,7 +138,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "several fields": (
         config(hidden_size="8", vocab_size=0, rope_theta="x"),
         Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "float", "x",
-                "save_pretrained"),
+                "correct"),
     ),
     # Mamba-2
     "a pattern of fewer layers": (
@@ -155,18 +155,18 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a kind of layers that is not there": (
         nemotron(config(layers_block_type=["mamba", "attention", "x"])),
-        Message("layers_block_type", "a list of mamba, linear_attention", "or moe", "'x'", "save_pretrained"),
+        Message("layers_block_type", "a list of mamba, linear_attention", "or moe", "'x'", "correct"),
     ),
     **{
-        f"{name} is {value!r}": (nemotron(config(**{name: value})), Message(name, "integer", repr(value), "save_pretrained"))
+        f"{name} is {value!r}": (nemotron(config(**{name: value})), Message(name, "integer", repr(value), "correct"))
         for name, value in (
             ("mamba_num_heads", "4"), ("mamba_head_dim", 0), ("n_groups", 0), ("ssm_state_size", -3), ("conv_kernel", 1)
         )
     },
     "experts of a Granite that are fewer than chosen": (
-        granite(config(num_local_experts=1)), Message("num_experts_per_tok", "at most", "1", "2", "save_pretrained")),
+        granite(config(num_local_experts=1)), Message("num_experts_per_tok", "at most", "1", "2", "correct")),
     "kinds of a Granite's layers that are fewer": (
-        granite(config(layer_types=["mamba"])), Message("layer_types", "2 layers", "1", "save_pretrained")),
+        granite(config(layer_types=["mamba"])), Message("layer_types", "2 layers", "1", "correct")),
     **{
         f"{name} of a Granite is {value!r}": (granite(config(**{name: value})), Message(name, *words, repr(value)))
         for name, value, words in (
@@ -210,8 +210,8 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("all", "files", "/proc/self/mem", "copy"),
     ),
     "the model has code of its own": (
-        config(architectures=["Mine"], model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
-        Message("config.json", "auto_map", "AutoConfig", "mine.Mine", "remove"),
+        config(architectures=["Mine"], model_type="mine", auto_map={"AutoConfig": "mine.Mine"}, vocab_size=None),
+        Message("architecture", "'Mine'", "mine", "not supported", "choose"),
     ),
     "the tokenizer has code of its own": (
         both(CODE, content("tokenizer.model", b"\n\x0e\n\x05<unk>"), removed(TOKENIZER)),
@@ -502,7 +502,7 @@ def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatc
     assert_names(line, "tokenizer_config.json", "auto_map")
     assert_names(ranks_say(here / "model"), "tokenizer_config.json", "auto_map")
     config(architectures=["Mine"], model_type="mine")(here / "model")
-    assert_names(ranks_say(here / "model"), "config.json", "auto_map", "mine.Config")
+    assert_names(ranks_say(here / "model"), "config.json", "'Mine'", "not supported")
     config(architectures=["LlamaForCausalLM"], model_type="llama")(here / "model")
     with raises(UserError, "tokenizer_config.json", "auto_map"):
         load_tokenizer(here / "model")

@@ -27,6 +27,7 @@ COHERE2 = Family(
     numbers={"logit_multiplier": "logit_scale"},
     norm_epsilon="layer_norm_eps",
     window=SLIDING_LAYERS,
+    layer_pattern="sliding_window_pattern",
     rope_in_windows=True,
     interleaved_rotary=True,
 )

@@ -39,7 +39,7 @@ def _mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
 def _scale(config: PretrainedConfig) -> float:
     """Return the factor on the scores, which grows with that of YaRN if ``mscale_all_dim`` is given."""
     rope = config.rope_parameters
-    stretch = rope.get("factor", 1.0) if rope["rope_type"] != "default" else 1.0
+    stretch = (rope.get("factor") or 1.0) if rope["rope_type"] != "default" else 1.0
     mscale = 0.1 * (rope.get("mscale_all_dim") or 0.0) * math.log(max(stretch, 1.0)) + 1.0
     return float(mscale**2 / config.qk_head_dim**0.5)
 
@@ -54,6 +54,7 @@ def _v2_mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
     return _mixers(config)
 
 
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave")
 DEEPSEEK_V3 = replace(
     GLM4_MOE,
     name="deepseek_v3",
@@ -62,6 +63,8 @@ DEEPSEEK_V3 = replace(
     aliases=("kimi_k2",),
     mappings=(*without(GLM4_MOE.mappings, "self_attention."), *WEIGHTS),
     flags={},
+    own=("attention_bias", *_LATENT),
+    rope_own=("mscale_all_dim",),
     numbers={
         "head_dim": lambda config: max(config.qk_head_dim, config.v_head_dim),
         "attention_multiplier": _scale,
@@ -77,7 +80,7 @@ GLM4_MOE_LITE = replace(
     hf_architecture="Glm4MoeLiteForCausalLM",
     published="GLM 4.7 Flash",
     aliases=(),
-    experts=replace(_EXPERTS, layer_kinds="mlp_layer_types"),
+    experts=replace(_EXPERTS, layer_kinds="mlp_layer_types", first_layer=""),
 )
 # scores of experts are a softmax and never normalized, and there is no correction bias; a group counts by its best expert
 DEEPSEEK_V2 = replace(
@@ -90,6 +93,7 @@ DEEPSEEK_V2 = replace(
     experts=replace(_EXPERTS, normalized=False, sigmoid=False, correction=(), best_of_group=1),
     untrained={},
     mixers=_v2_mixers,
+    own=(*DEEPSEEK_V3.own, "topk_method", "norm_topk_prob"),
 )
 # its text model may be called kimi_k2, and transformers has another name of the class
 KIMI_K25 = replace(
@@ -114,5 +118,6 @@ MISTRAL4 = replace(
     mappings=(*without(DEEPSEEK_V2.mappings, "mlp.experts."), *JOINED),
     experts=replace(_EXPERTS, sigmoid=False, correction=(), router_in_fp32=False),
     temperature=MINISTRAL3.temperature,
+    rope_own=MINISTRAL3.rope_own,
     **LLAVA,
 )

@@ -7,18 +7,18 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Switch
 from nemo_kto.architecture.family import ExpertFields, Family
 from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, separate_experts, shared_expert, with_experts
 
 
 class ErnieFields(ModelFields):
-    use_bias: bool | None = None
+    use_bias: Switch | None = None
     moe_num_experts: PartCount = ABSENT
     moe_k: Count = ABSENT
     moe_intermediate_size: Count = ABSENT
-    moe_num_shared_experts: Annotated[int, Ge(0)] = ABSENT
-    moe_layer_start_index: Annotated[int, Ge(0)] = ABSENT
+    moe_num_shared_experts: OrZero = ABSENT
+    moe_layer_start_index: OrZero = ABSENT
     moe_layer_end_index: Annotated[int, Ge(-1)] = ABSENT
     moe_layer_interval: Count = ABSENT
     moe_norm_min: Positive = ABSENT

@@ -48,6 +48,8 @@ GEMMA3 = replace(
     flags={**GEMMA2.flags, "qk_norm": True},
     numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
     local_rope=True,
+    layer_pattern="sliding_window_pattern",
+    own=("attn_logit_softcapping",),
 )
 GEMMA3_VISION = replace(
     GEMMA3,

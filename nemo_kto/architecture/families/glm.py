@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge
-
-from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Switch
 from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import (
     DENSE,
@@ -26,14 +24,14 @@ from nemo_kto.architecture.param_mapping import replicated
 class GlmMoeFields(ModelFields):
     """Fields of config.json with experts and latent attention."""
 
-    use_qk_norm: bool = ABSENT
+    use_qk_norm: Switch = ABSENT
     n_routed_experts: PartCount = ABSENT
-    n_shared_experts: Annotated[int, Ge(0)] | None = None
-    n_group: Count | None = None
-    topk_group: Count | None = None
-    first_k_dense_replace: Annotated[int, Ge(0)] | None = None
+    n_shared_experts: OrZero | None = None
+    n_group: OrZero | None = None
+    topk_group: OrZero | None = None
+    first_k_dense_replace: OrZero | None = None
     moe_intermediate_size: Count = ABSENT
-    norm_topk_prob: bool | None = None
+    norm_topk_prob: Switch | None = None
     routed_scaling_factor: Positive = ABSENT
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
     topk_method: str | None = None
@@ -42,7 +40,7 @@ class GlmMoeFields(ModelFields):
     qk_nope_head_dim: Count = ABSENT
     qk_rope_head_dim: Count = ABSENT
     v_head_dim: Count = ABSENT
-    rope_interleave: bool = ABSENT
+    rope_interleave: Switch = ABSENT
 
 
 GLM4 = Family(
@@ -99,4 +97,5 @@ DOTS1 = replace(
     partial_rotary=False,
     untrained={},
     window=SLIDING_LAYERS,
+    layer_pattern="max_window_layers",
 )

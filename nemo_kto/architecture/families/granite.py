@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive, Steps
 from nemo_kto.architecture.families.llama import LLAMA
 from nemo_kto.architecture.family import LINEAR_LAYERS, ExpertFields, Family, check_constants
 from nemo_kto.architecture.mappings import DENSE, EXPERT, renamed, sparse, with_experts, without
@@ -39,6 +39,7 @@ class GraniteFields(ModelFields):
     mamba_d_state: Count = ABSENT
     mamba_d_conv: Annotated[Count, Ge(2)] = ABSENT
     mamba_expand: Count = ABSENT
+    time_step_limit: Steps = ABSENT
 
 
 def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
@@ -68,6 +69,7 @@ GRANITE = replace(
         "attention_multiplier": "attention_multiplier",
         "logit_multiplier": lambda config: 1 / config.logits_scaling,
     },
+    own=("logits_scaling",),
 )
 _INPUT, _OUTPUT = "shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"
 _MLPS = renamed(
@@ -96,7 +98,9 @@ GRANITE_HYBRID = Family(
     numbers=GRANITE.numbers,
     module_names={"input_linear": "gate_up_proj", "output_linear": "down_proj"},
     window=LINEAR_LAYERS,
-    no_rope=lambda config: config.position_embedding_type != "rope",
+    no_rope=lambda config: config.get("position_embedding_type") != "rope",
+    own=("position_embedding_type", "logits_scaling", *_CONSTANT),
+    recurrent=tuple(name for name in GraniteFields.model_fields if name.startswith(("mamba_", "time_"))),
     dense_width="shared_intermediate_size",
     mixers=_mixers,
     experts=ExpertFields(shared_ffn_hidden_size="shared_intermediate_size", shared_gate=False),

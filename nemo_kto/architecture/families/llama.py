@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive, Switch
 from nemo_kto.architecture.family import CHUNKED_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
 from nemo_kto.architecture.mappings import (
     DENSE,
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class SeedOssFields(ModelFields):
-    attention_out_bias: bool = ABSENT
+    attention_out_bias: Switch = ABSENT
 
 
 class Llama4Fields(ModelFields):
     intermediate_size_mlp: Count = ABSENT
     moe_layers: Indices | None = None
     interleave_moe_layer_step: Count = ABSENT
-    use_qk_norm: bool = ABSENT
+    use_qk_norm: Switch = ABSENT
     attention_chunk_size: Count | None = None
-    attn_temperature_tuning: bool = ABSENT
+    attn_temperature_tuning: Switch = ABSENT
     floor_scale: Count = ABSENT
     attn_scale: Positive = ABSENT
 
@@ -49,11 +49,11 @@ def _llama4_temperature(config: PretrainedConfig) -> Temperature | None:
     return Temperature(floor=config.floor_scale, scale=config.attn_scale) if tuned else None
 
 
-def _ministral_temperature(config: PretrainedConfig) -> Temperature:
+def _ministral_temperature(config: PretrainedConfig) -> Temperature | None:
     rope = config.rope_parameters
     if missing := [name for name in (_BETA, _ORIGINAL) if rope.get(name) is None]:
         raise ValueError(f"rope_parameters must have {' and '.join(missing)}; add what is missing")
-    return Temperature(floor=rope[_ORIGINAL], scale=rope[_BETA], first=0, with_rope=True)
+    return Temperature(floor=rope[_ORIGINAL], scale=rope[_BETA], first=0, with_rope=True) if rope[_BETA] else None
 
 
 _BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -71,6 +71,7 @@ SMOLLM3 = replace(
     hf_architecture="SmolLM3ForCausalLM",
     published="SmolLM3",
     window=SLIDING_LAYERS,
+    window_switch="use_sliding_window",
     no_rope_layers=True,
 )
 # the bias of the attention's output is set separately
@@ -98,6 +99,7 @@ MINISTRAL3 = replace(
     hf_architecture="Ministral3ForCausalLM",
     published="Ministral 3, text model",
     temperature=_ministral_temperature,
+    rope_own=(_BETA, _ORIGINAL),
     own_head_dim=True,
 )
 MISTRAL_VISION = replace(
@@ -136,6 +138,7 @@ MINIMAX_M2 = Family(
         correction_bias("block_sparse_moe.e_score_correction_bias", "experts"),
     ),
     fields=MiniMaxFields,
+    own=("rotary_dim",),
     module_names=MIXTRAL.module_names,
     flags={"qk_norm": True, "all_heads_norm": True},
     partial_rotary=True,
@@ -175,6 +178,9 @@ LLAMA4 = Family(
     no_rope_layers=True,
     interleaved_rotary=True,
     temperature=_llama4_temperature,
+    own=("attn_temperature_tuning", "floor_scale", "attn_scale"),
+    # published files have an empty list for the default
+    renewed=lambda config: {name: value for name, value in config.items() if (name, value) != ("no_rope_layers", [])},
     own_head_dim=True,
     dense_width="intermediate_size_mlp",
     experts=ExpertFields(

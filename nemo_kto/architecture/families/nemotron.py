@@ -1,4 +1,4 @@
-"""Nemotron-H, Nano 2 and Nemotron 3: each layer is Mamba-2, attention without RoPE, an MLP without a gate, or experts."""
+"""Nemotron-H, Nano 2, Nemotron 3 Nano: each layer is Mamba-2, attention without RoPE, an MLP without a gate, or experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Steps, Switch
 from nemo_kto.architecture.family import ExpertFields, Family, check_constants
 from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, sparse
 from nemo_kto.architecture.mixers import NO_MIXER, SOFTMAX_ATTENTION, Mamba2, SequenceMixer
@@ -43,12 +43,13 @@ class NemotronFields(ModelFields):
     ssm_state_size: Count = ABSENT
     n_groups: Count = ABSENT
     conv_kernel: Annotated[Count, Ge(2)] = ABSENT
+    time_step_limit: Steps = ABSENT
     n_routed_experts: PartCount = ABSENT
-    n_group: Count = ABSENT
-    topk_group: Count = ABSENT
+    n_group: OrZero = ABSENT
+    topk_group: OrZero = ABSENT
     moe_intermediate_size: Count = ABSENT
     moe_shared_expert_intermediate_size: Count = ABSENT
-    norm_topk_prob: bool = ABSENT
+    norm_topk_prob: Switch = ABSENT
     routed_scaling_factor: Positive = ABSENT
 
 
@@ -102,7 +103,7 @@ _OUTSIDE = [each for each in DENSE if "{layer}" not in each.mcore_name]
 NEMOTRON_H = Family(
     name="nemotron_h",
     hf_architecture="NemotronHForCausalLM",
-    published="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+    published="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano; not Nemotron 3 Super and Ultra",
     mappings=(
         *(replace(each, hf_names=_RENAMED.get(each.mcore_name, each.hf_names)) for each in _OUTSIDE),
         replace(replicated("input_layernorm.weight", "norm.weight", "hidden"), layers=Layers.MIXING),
@@ -126,6 +127,10 @@ NEMOTRON_H = Family(
     one_part=True,
     gated_mlp=False,
     no_rope=lambda config: True,
+    layer_kinds=("layers_block_type", "hybrid_override_pattern"),
+    # older files may have names of Mamba-2's fields that transformers renews
+    own=(*_CONSTANT, "moe_latent_size", "mamba_dt_limit", "mamba_n_groups", "mamba_d_conv", "mamba_conv_bias"),
+    recurrent=("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "time_step_limit"),
     own_head_dim=True,
     prefixes={"model.": ("backbone.", "model.")},
     untrained=MTP_LAYERS,

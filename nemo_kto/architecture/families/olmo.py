@@ -31,6 +31,7 @@ EXAONE4 = replace(
     mappings=without(DENSE, "input_layernorm.", "pre_mlp_layernorm.") + POST_NORMS + qk_norms("head", "head"),
     flags={"qk_norm": True, "pre_norm": False, "post_norm": True},
     window=SLIDING_LAYERS,
+    layer_pattern="sliding_window_pattern",
     rope_in_windows=True,
 )
 # a sliding window in three of four layers, whose RoPE is not scaled

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount, Switch
 from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import (
     DENSE,
@@ -37,8 +37,8 @@ class QwenFields(ModelFields):
     shared_expert_intermediate_size: Count = ABSENT
     decoder_sparse_step: Count = ABSENT
     mlp_only_layers: Indices | None = None
-    norm_topk_prob: bool = ABSENT
-    qkv_bias: bool = ABSENT
+    norm_topk_prob: Switch = ABSENT
+    qkv_bias: Switch = ABSENT
     # gated delta nets
     linear_num_key_heads: Count = ABSENT
     linear_num_value_heads: Count = ABSENT
@@ -46,7 +46,6 @@ class QwenFields(ModelFields):
     linear_value_head_dim: Count = ABSENT
     linear_conv_kernel_dim: Annotated[Count, Ge(2)] = ABSENT
     full_attention_interval: Count = ABSENT
-    partial_rotary_factor: Positive = ABSENT
 
 
 _EXPERT_FIELDS = ExpertFields(
@@ -66,6 +65,8 @@ QWEN2 = Family(
     mappings=DENSE,
     flags={"qkv_bias": True},
     window=SLIDING_LAYERS,
+    window_switch="use_sliding_window",
+    layer_pattern="max_window_layers",
 )
 # Qwen 1.5 and 2 with narrow experts and a shared expert
 QWEN2_MOE = Family(
@@ -76,6 +77,8 @@ QWEN2_MOE = Family(
     fields=QwenFields,
     flags={"qkv_bias": "qkv_bias"},
     window=SLIDING_LAYERS,
+    window_switch="use_sliding_window",
+    layer_pattern="max_window_layers",
     experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
 )
 # Qwen 3: a norm on every query and key head, and a head size that is set separately
@@ -86,6 +89,8 @@ QWEN3 = Family(
     mappings=DENSE + qk_norms("head", "head"),
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     window=SLIDING_LAYERS,
+    window_switch="use_sliding_window",
+    layer_pattern="max_window_layers",
     own_head_dim=True,
 )
 # Qwen 3 with many narrow experts, in some models not in every layer
@@ -93,10 +98,12 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
     published="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+    own=("num_local_experts",),  # in files of transformers in the place of num_experts
     mappings=with_experts(QWEN3.mappings, _EXPERTS),
     fields=QwenFields,
     flags=QWEN3.flags,
     window=SLIDING,
+    window_switch="use_sliding_window",
     experts=_EXPERT_FIELDS,
 )
 QWEN2_5_VL = replace(
@@ -149,6 +156,8 @@ _DELTA_NET: dict[str, Any] = {
     "fields": QwenFields,
     "flags": {**QWEN3.flags, "output_gate": True, "zero_centered_norm": True},
     "window": LINEAR_LAYERS,
+    "layer_pattern": "full_attention_interval",
+    "recurrent": tuple(name for name in QwenFields.model_fields if name.startswith("linear_")),
     "own_head_dim": True,
     "partial_rotary": True,
     "mixers": _mixers,
@@ -194,7 +203,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5_MOE_TEXT,
     name="qwen3_5_moe",
     hf_architecture="Qwen3_5MoeForConditionalGeneration",
-    published="Qwen3.5 to Qwen3.8 with experts: 35B-A3B, 122B-A10B, 397B-A17B",
+    published="Qwen3.5 to Qwen3.8 with experts: 35B-A3B, 122B-A10B, 397B-A17B; not Qwen3.8-Flash-Next",
     text_type="qwen3_5_moe_text",
     **_WRAPPED,
 )

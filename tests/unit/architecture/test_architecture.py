@@ -508,8 +508,8 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
             Message("attention_chunk_size", "layer_types", "chunked_attention", "null", "add"),
         ),
         (
-            {**of("Llama4ForCausalLM"), "attn_temperature_tuning": 4},
-            Message("attn_temperature_tuning", "true", "false", "4", "download"),
+            {**of("Llama4ForCausalLM"), "attn_temperature_tuning": "4"},
+            Message("attn_temperature_tuning", "true", "false", "'4'", "correct"),
         ),
         (
             {**of("Qwen2ForCausalLM"), "layer_types": ["full_attention", "chunked_attention", "full_attention"]},

@@ -1,0 +1,253 @@
+"""config.json of published models, word by word, and mutants of them: read as transformers reads them, or refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.config_fields import LayerRopeFields
+from nemo_kto.architecture.config_file import read_config_file
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Family
+from nemo_kto.architecture.param_mapping import Layers
+from nemo_kto.architecture.parameters import rank_parameters
+from nemo_kto.cli import plan
+from nemo_kto.errors import UserError
+from tests.helpers.messages import raises
+from tests.helpers.published_configs import COUNTS, NAMES, count, counts, published, write
+
+MODELOPT, LATENT = ("NVIDIA ModelOpt", "unquantized"), ("moe_latent_size", "null", "projection", "choose")
+# Pattern of names -> parts of the reason.
+REFUSED = {
+    "*--DeepSeek-V4-*": ("'DeepseekV4ForCausalLM'", "not supported", "indexer", "hyper-connections", "choose"),
+    "*--GLM-5*": ("'GlmMoeDsaForCausalLM'", "not supported", "indexer", "choose"),
+    "*--Gemma-4-*": ("'Gemma4ForConditionalGeneration'", "not supported", "heads differ", "choose"),
+    "*--Kimi-K3": ("'KimiK3ForConditionalGeneration'", "not supported", "linear attention", "projection", "choose"),
+    "*--MiniMax-M3": ("'MiniMaxM3ForCausalLM'", "not supported", "blocks of keys", "choose"),
+    "*--MiMo-V2-Flash": ("'MiMoV2FlashForCausalLM'", "not supported", "heads differ", "choose"),
+    "*--Step-3.7-Flash*": ("'Step3p7FlashForCausalLM'", "not supported", "choose"),
+    "*--Llama-3_3-Nemotron-Super-49B-v1": ("'DeciLMForCausalLM'", "not supported", "different widths", "choose"),
+    "*--NVIDIA-Nemotron-3-Super-*": LATENT,
+    "*--NVIDIA-Nemotron-3-Ultra-*": LATENT,
+    "*--Qwen3-32B-FP8-Static-PerTensor": ("quant_algo FP8", *MODELOPT),
+    "*--Kimi-K2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
+    "*--MiniMax-M2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
+}
+# Values of the wrong type, out of range, or of another meaning.
+WRONG = ["x", None, -1, 0, 0.5, 2, True, [], [1, "x"], {"a": [1]}, float("nan"), 10**30]
+GONE = object()
+JUNK = [GONE, *WRONG, 1e30, 1e-300, float("inf"), [[1]], 2**31 - 1, [0] * 5, 3]
+
+
+def test_every_file_has_a_row() -> None:
+    refused = {name for name in NAMES if name not in counts()}
+    assert refused == {name for name in NAMES for pattern in REFUSED if name not in counts() and fnmatch(name, pattern)}
+    assert all(any(fnmatch(name, pattern) for name in refused) for pattern in REFUSED)
+    assert len(counts()) + len(refused) == len(NAMES) >= 72
+
+
+@pytest.mark.parametrize("name", counts())
+def test_as_many_parameters_as_in_transformers(name: str, tmp_path: Path) -> None:
+    """``python -m tests.helpers.published_configs`` counts those of transformers again."""
+    architecture = read_architecture(write(published(name), tmp_path), tensor_parallel=1)
+    assert sum(each.total for each in rank_parameters(architecture) if each.trained) == counts()[name]
+
+
+def test_recorded_counts(tmp_path: Path) -> None:
+    """Of the smallest file, and one with image input that transformers itself refuses as it is published."""
+    for name in ("ibm-granite--granite-4.0-h-350m", "meta-llama--Llama-4-Scout-17B-16E-Instruct"):
+        assert count(published(name)) == counts()[name], f"{COUNTS} is out of date"
+    assert read_architecture(write(published(name), tmp_path), tensor_parallel=1).temperature is not None
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in counts()])
+def test_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    """By the reader and by ``nemo-kto plan``, whose error names the file once."""
+    (parts,) = [parts for pattern, parts in REFUSED.items() if fnmatch(name, pattern)]
+    with raises(UserError, *parts) as error:
+        read_architecture(write(published(name), tmp_path), tensor_parallel=1)
+    assert str(error.value).count("config.json") == 1
+    assert "download" not in str(error.value)
+    with raises(UserError, *parts):
+        plan.main(["kto", str(tmp_path)])
+
+
+# the last file of each architecture
+OF_ARCHITECTURES = {published(name)["architectures"][0]: name for name in counts()}
+
+
+@pytest.mark.parametrize("name", OF_ARCHITECTURES.values())
+def test_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one rank, into which not every model fits."""
+    assert plan.main(["kto", str(write(published(name), tmp_path))]) in (0, 1)
+    number, unit = re.findall(r"([\d.,]+) ([MB]) parameters", capsys.readouterr().out)[0]
+    assert float(number.replace(",", "")) * {"M": 1e6, "B": 1e9}[unit] == pytest.approx(counts()[name], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "parts"),
+    [
+        (("model.Q4_K_M.gguf",), None, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
+        (("model.Q4_K_M.gguf",), {}, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
+        (("hf_quant_config.json",), {}, ("ModelOpt", "hf_quant_config.json", "unquantized")),
+        ((), {"quantization": {"group_size": 64, "bits": 4}}, ("4 bits in groups of MLX", "unquantized")),
+        ((), {"quantization_config": {"group_size": 64, "bits": 8}}, ("8 bits in groups of MLX", "unquantized")),
+        ((), {"compression_config": {"quant_method": "compressed-tensors", "format": "dense"}}, ("'dense'", "unquantized")),
+        ((), {"quantization_config": {"quant_method": "bitsandbytes"}}, ("'bitsandbytes'", "unquantized")),
+        (
+            (),
+            {"quantization_config": {"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}},
+            ("MIXED_PRECISION", *MODELOPT),
+        ),
+    ],
+)
+def test_other_forms_of_weights(
+    files: tuple[str, ...], changes: dict[str, Any] | None, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Training and ``nemo-kto plan`` refuse them alike."""
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    if changes is not None:
+        write(published("Qwen--Qwen3-0.6B") | changes, tmp_path)
+    with raises(UserError, *parts):
+        read_config_file(tmp_path)
+    with raises(UserError, *parts):
+        plan.main(["kto", str(tmp_path)])
+
+
+def text_of(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with these fields of its text model."""
+    if "text_config" in config:
+        return {**config, "text_config": {**config["text_config"], **changes}}
+    return {**config, **changes}
+
+
+def used(architecture: Architecture) -> Architecture:
+    """Without the width of dense layers if there are none."""
+    dense = any(architecture.layers_with[Layers.DENSE])
+    return architecture if dense else replace(architecture, ffn_hidden_size=0)
+
+
+@pytest.mark.parametrize("name", counts())
+def test_fields_that_are_not_read_may_hold_anything(name: str, tmp_path: Path) -> None:
+    """Those of all other families, of other RoPE types, and of cases that this model is not; read fields are checked."""
+    families = (*FAMILIES.values(), *MULTIMODAL)
+    config, expected = published(name), read_architecture(write(published(name), tmp_path), tensor_parallel=1)
+    text = config.get("text_config", config)
+    family, every = expected.family, {field for each in families for field in each.fields.model_fields}
+    read = family.reads(family.renewed(text)) | family.deciding(text)
+    every |= {"attention_dropout", "pad_token_id", "id2label", "num_labels", "per_layer_config", "qk_head_dim", "dtype", ""}
+    for value in WRONG:
+        changes: dict[str, Any] = dict.fromkeys(every - read, value)
+        for part in {"rope_scaling", "rope_parameters"} & read:
+            if isinstance(text.get(part), dict):
+                settings = LayerRopeFields.model_fields.keys() - {"full_attention", "sliding_attention"}
+                others = [each for each in settings if f"{part}.{each}" not in read]
+                changes[part] = {**text[part], **dict.fromkeys(others, value)}
+        assert used(read_architecture(write(text_of(config, changes), tmp_path), tensor_parallel=1)) == used(expected), value
+    with raises(UserError, "hidden_size", "integer", "'x'", "correct"):
+        read_architecture(write(text_of(config, {"hidden_size": "x"}), tmp_path), tensor_parallel=1)
+
+
+def bases() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The published files, and transformers' defaults of each family."""
+    yield from ((name, published(name)) for name in counts())
+    for family in (*FAMILIES.values(), *MULTIMODAL):
+        text = {"text_config": {"model_type": family.text_type}} if family.text_type else {}
+        config = json.loads(AutoConfig.for_model(family.name, **text).to_json_string(use_diff=False))
+        yield family.hf_architecture + family.text_type, {**config, "architectures": [family.hf_architecture]}
+
+
+def mutated(config: Any, generator: random.Random) -> dict[str, Any]:
+    """With one entry, at any depth, that is absent or holds another value."""
+    name = generator.choice(sorted(set(config) - {"vision_config", "audio_config"}))
+    if isinstance(value := config[name], dict) and value and generator.random() < 0.9:
+        return {**config, name: mutated(value, generator)}
+    junk = generator.choice(JUNK)
+    return {each: config[each] for each in config if each != name} | ({} if junk is GONE else {name: junk})
+
+
+def test_mutants_are_read_or_refused(tmp_path: Path) -> None:
+    generator, outcomes = random.Random(17), {"read": 0, "refused": 0}
+    for name, config in bases():
+        for _ in range(8):
+            mutant = mutated(config, generator)
+            mutant = mutated(mutant, generator) if generator.random() < 0.3 else mutant
+            try:
+                read_architecture(write(mutant, tmp_path), tensor_parallel=1)
+                outcomes["read"] += 1
+            except UserError:
+                outcomes["refused"] += 1
+            except Exception as error:
+                raise AssertionError(f"{name}: {mutant}") from error
+    assert min(outcomes.values()) > 100, outcomes
+
+
+QK_HEAD_DIMS: tuple[Any, ...] = (None, [1], {}, 0.0, -1)
+DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, ("short_factor", "long_factor")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "parts"),
+    [
+        *((DEEPSEEK, {"qk_head_dim": value}, None) for value in QK_HEAD_DIMS),
+        *(("moonshotai--Kimi-K2.5", {"model_type": value}, ("model_type", "text_config")) for value in ([1], {"a": 1})),
+        ("Qwen--Qwen3-0.6B", {"rope_theta": BIG}, ("rope_theta", "at most", str(BIG))),
+        ("Qwen--Qwen3-0.6B", {"num_hidden_layers": 100_000}, ("num_hidden_layers", "10000", "100000")),
+        ("Qwen--Qwen3-0.6B", {"num_labels": 10**9, "id2label": None}, None),
+        (DEEPSEEK, {"n_group": 0, "topk_group": 0, "n_shared_experts": 0}, None),
+        (DEEPSEEK, {"routed_scaling_factor": 2}, None),
+        (DEEPSEEK, {"rope_scaling": {"rope_type": "yarn", "factor": None}}, ("factor", "missing", "add")),
+        ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"moe_latent_size": float("inf")}, ("moe_latent_size", "inf")),
+        (
+            "Qwen--Qwen3-0.6B",
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 9,
+                    **{key: [1.0] for key in FACTORS},
+                }
+            },
+            ("pair of channels", "64", "short_factor of 1", "long_factor of 1", "correct"),
+        ),
+        ("google--gemma-3-1b-it", {"query_pre_attn_scalar": 256.0}, None),
+        ("google--gemma-3-1b-it", {"attn_logit_softcapping": 30.0}, ("attn_logit_softcapping", "null", "30.0", "choose")),
+    ],
+)
+def test_single_fields(name: str, changes: dict[str, Any], parts: tuple[str, ...] | None, tmp_path: Path) -> None:
+    write(text_of(published(name), changes), tmp_path)
+    if parts is None:
+        read_architecture(tmp_path, tensor_parallel=1)
+        return
+    with raises(UserError, *parts):
+        read_architecture(tmp_path, tensor_parallel=1)
+
+
+def test_long_lists_of_valid_elements_take_linear_time(tmp_path: Path) -> None:
+    """200,000 layers without experts, in a model of 10,000 layers: 268 s when each layer was looked up in the list."""
+    changes = {"num_hidden_layers": 10_000, "mlp_only_layers": [20_000] * 200_000}
+    start = time.process_time()
+    read_architecture(write(published("Qwen--Qwen3-30B-A3B") | changes, tmp_path), tensor_parallel=1)
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize("field", ["architectures", "layer_types", "mlp_only_layers", "rope_scaling"])
+def test_many_wrong_elements_take_linear_time(field: str, tmp_path: Path) -> None:
+    """Twelve minutes when each of them was shown with the whole list."""
+    wrong: Any = [0.5] * 100_000 if field != "rope_scaling" else {"rope_type": "longrope", "short_factor": ["x"] * 100_000}
+    kind: Family = FAMILIES["Qwen2MoeForCausalLM"]
+    start = time.process_time()
+    with raises(UserError, field, "list", "...") as error:
+        read_config_file(write({"architectures": [kind.hf_architecture], "model_type": kind.name, field: wrong}, tmp_path))
+    assert time.process_time() - start < 10
+    assert len(str(error.value)) < 1000
