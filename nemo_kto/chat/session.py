@@ -108,8 +108,8 @@ class ChatModel:
         self._defaults, self._model.generation_config = self._model.generation_config, GenerationConfig()
         self.has_template = bool(self._tokenizer.chat_template)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        self._encoder = RecordEncoder(tokenizer=self._tokenizer)
-        self.stop_ids = sorted(self._encoder.stop_ids(trial=False))
+        self._encoder = RecordEncoder(tokenizer=self._tokenizer, bounded=True)
+        self.stop_ids = sorted(self._encoder.stop_ids())
 
     def answer(self, messages: Sequence[Message], sampling: Sampling, *, show: Callable[[str], object]) -> Answer:
         """Answer a conversation; ``show`` gets the text as it is generated. KeyboardInterrupt ends the answer.

@@ -1,33 +1,30 @@
-"""Trial of a chat template on the first rows, in a new interpreter with limits on time and memory.
+"""Rendering of chat templates with limits on time, memory and output.
 
 A chat template is a program that is distributed with a model. The sandbox of jinja2 prevents access to files and to Python,
-but not the computation of 9**9**9, which nothing in the same process can interrupt. The first rows and their probes
-(``probes.py``) are therefore rendered in a process that the kernel ends at a limit, before any row is rendered in this
-process. A template that loops only in a later row is not interrupted: the run then hangs, as docs/scale/hangs.md describes.
+but not endless computation. Inference therefore renders each conversation in a process that the kernel ends at a limit.
+Training renders the first rows and their probes (``probes.py``) there, before any row is rendered in this process. A template
+that loops only in a later row is not interrupted: the run then hangs, as docs/scale/hangs.md describes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import resource
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_kto.data.rows.records import LastRowError, RowError, TextOrMessages
+from nemo_kto.data.tokens import bounded
+from nemo_kto.data.tokens.bounded import BoundedProcess, LimitError
 from nemo_kto.data.tokens.content import in_form_of
-from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
 from nemo_kto.data.tokens.probes import find_plan, signature
 
 MAX_SECONDS: float = 2  # of CPU time per row; a typical row takes a ten-thousandth of it
+MAX_CHARACTERS = 10**7  # of a rendered row
 _MAX_BYTES = 2**30  # of memory, in addition to the memory of the interpreter
-_OUT_OF_MEMORY = 3  # exit status
 REMEDY = "correct the template, or write the row as plain strings (with model.data.apply_chat_template=false)"
+_process = partial(BoundedProcess, imports=(__name__, "transformers.utils.chat_template_utils"), max_bytes=_MAX_BYTES)
+of_inference = _process()  # starts when it is needed, and ends with this process
 
 
 class Conversation(NamedTuple):
@@ -45,71 +42,78 @@ def try_template(rows: Sequence[Conversation], *, name: str) -> tuple[int, LastR
     Returns index and error of the first row for which the template, called ``name`` in the error, exceeds a limit; None if
     there is none. Rows that the template refuses are skipped.
     """
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_render, args=(rows, MAX_SECONDS, writer))
-    with isolated_starts():
-        process.start()
-    writer.close()
-    rendered = 0
-    try:
-        with contextlib.suppress(EOFError):  # the process has ended
-            while reader.recv_bytes():
-                rendered += 1
-        process.join()
-    finally:
-        process.kill()
-        process.join()
-        reader.close()
-    if (status := process.exitcode) == 0:
-        return None
-    if status == -signal.SIGPROF:
-        error = f"{name} must render a row within {MAX_SECONDS} seconds of CPU time, needed more; {REMEDY}"
-    elif status == _OUT_OF_MEMORY:
-        error = out_of_memory(name)
-    else:
-        error = f"{name} must render a row, but ended its process with exit code {status}; {REMEDY}"
-    return rendered, LastRowError(error)
+    shapes = set[Hashable]()
+    with contextlib.closing(_process()) as process:
+        for number, row in enumerate(rows):
+            shape = signature([*row.prompt, *row.response], row.variables, is_answered=bool(row.response))
+            try:
+                if process(_try_row, row, shape not in shapes, max_seconds=MAX_SECONDS):
+                    shapes.add(shape)
+            except LimitError as error:
+                return number, limit_error(name, error)
+    return None
 
 
-def out_of_memory(name: str) -> str:
-    """Return the error message about a template that needs too much memory."""
-    return f"{name} must render a row in {_MAX_BYTES >> 30} GiB of memory, needed more; {REMEDY}"
+def limit_error(name: str, error: LimitError) -> LastRowError:
+    """Return the error about a template, called ``name``, that reached a limit."""
+    return LastRowError(f"{name} must render a row{error}; {REMEDY}")
 
 
-def _render(rows: Sequence[Conversation], max_seconds: float, writer: Connection) -> None:
-    """Render the rows in the new interpreter, and send one byte for each."""
-    for number in JOB_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def out_of_memory(name: str) -> LastRowError:
+    """Return the error about a template that needs too much memory."""
+    return limit_error(name, LimitError(bounded.out_of_memory(_MAX_BYTES)))
+
+
+def render_bounded(
+    template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, add_generation_prompt: bool
+) -> str:
+    """Return messages as a template writes them for inference; LimitError at a limit, WorkError if it refuses them."""
+    turns, given = [*messages], {**variables}
+    text = of_inference(_render, template, turns, given, add_generation_prompt, max_seconds=MAX_SECONDS)
+    return str(text)
+
+
+def parse_bounded(template: Any, text: str, *, prefix: str) -> dict[str, Any]:
+    """Return the message that the response template of a tokenizer finds in a drawn text; raises as the above."""
+    message: dict[str, Any] = of_inference(_parse, template, text, prefix, max_seconds=MAX_SECONDS)
+    return message
+
+
+def _render(template: str, messages: Sequence[Any], variables: Mapping[str, Any], add_generation_prompt: bool) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even within a C function
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rows may be private
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = used + _MAX_BYTES if most == resource.RLIM_INFINITY else min(used + _MAX_BYTES, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    # as apply_chat_template does
+    turns = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    given = {"chat_template": template, **variables}
+    (text,), _ = render_jinja_template([in_form_of(template, turns)], add_generation_prompt=add_generation_prompt, **given)
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it must write at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
+    return str(text)
 
-    def render(template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
-        turns, given = [in_form_of(template, messages)], {"chat_template": template, **variables}
+
+def _parse(template: Any, text: str, prefix: str) -> Any:
+    from transformers.utils.chat_parsing import parse_response
+
+    return parse_response(text, template, prefix=prefix)
+
+
+def _try_row(row: Conversation, with_probe: bool) -> bool:
+    """Render a row, and its probe if no row of its shape was rendered before; return whether the template accepts it."""
+
+    def render(messages: Sequence[Any], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
-            (text,), _ = render_jinja_template(turns, add_generation_prompt=add_generation_prompt, **given)
+            return _render(row.template, messages, variables, add_generation_prompt)
         except MemoryError:
-            os._exit(_OUT_OF_MEMORY)
+            raise
         except Exception as error:  # refused by the template: the rendering in the run names the reason
             raise RowError from error
-        return str(text)
 
-    shapes = set()
-    for row in rows:
-        signal.setitimer(signal.ITIMER_PROF, max_seconds)
-        whole, is_answered, of_template = [*row.prompt, *row.response], bool(row.response), partial(render, row.template)
-        with contextlib.suppress(RowError):
-            of_template([*row.prompt], row.variables, add_generation_prompt=True)
-            of_template(whole, row.variables, add_generation_prompt=False)
-            if (shape := signature(whole, row.variables, is_answered=is_answered)) not in shapes:
-                shapes.add(shape)
-                find_plan(of_template, whole, row.variables, is_answered=is_answered, template=row.template)
-        writer.send_bytes(b".")
-    signal.setitimer(signal.ITIMER_PROF, 0)
+    whole, is_answered = [*row.prompt, *row.response], bool(row.response)
+    try:
+        render(row.prompt, row.variables, add_generation_prompt=True)
+        render(whole, row.variables, add_generation_prompt=False)
+    except RowError:
+        return False
+    if with_probe:
+        find_plan(render, whole, row.variables, is_answered=is_answered, template=row.template)
+    return True

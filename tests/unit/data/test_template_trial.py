@@ -118,7 +118,7 @@ def test_a_template_is_tried_once_and_only_on_rows_of_messages(monkeypatch: pyte
 
 
 def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(self: object) -> bytes:
+    def ended(*_: object) -> bytes:
         for child in multiprocessing.active_children():
             child.kill()
         raise EOFError
@@ -141,7 +141,7 @@ def test_probes_of_rows_have_the_limits_of_rows(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: object) -> bytes:
+    def interrupted(*_: object) -> bytes:
         raise KeyboardInterrupt
 
     others = set(multiprocessing.active_children())  # ranks of other tests in this process
@@ -157,8 +157,8 @@ def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) 
     received: list[bytes] = []
     others = set(multiprocessing.active_children())  # ranks of other tests in this process
 
-    def signalled(self: Connection) -> bytes:
-        received.append(receive(self))
+    def signalled(self: Connection, limit: int) -> bytes:
+        received.append(receive(self, limit))
         for child in set(multiprocessing.active_children()) - others:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(child.pid or 0, number)
