@@ -83,7 +83,7 @@ class BoundedProcess:
             if status == -signal.SIGPROF:
                 text = f" within {max_seconds:g} seconds of CPU time, needed more"
             elif status == _OUT_OF_MEMORY:
-                text = out_of_memory(self._max_bytes)
+                text = f" in {self._max_bytes >> 30} GiB of memory, needed more"
             raise LimitError(text) from None
         except BaseException:
             self.close()
@@ -91,11 +91,6 @@ class BoundedProcess:
         if "error" in answer:
             raise WorkError(answer["error"])
         return answer["result"]
-
-
-def out_of_memory(max_bytes: int) -> str:
-    """Return the text of a LimitError about memory."""
-    return f" in {max_bytes >> 30} GiB of memory, needed more"
 
 
 def _serve(connection: Connection, imports: tuple[str, ...], max_bytes: int) -> None:
@@ -123,6 +118,6 @@ def _serve(connection: Connection, imports: tuple[str, ...], max_bytes: int) -> 
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
         except Exception as error:  # untrusted input may cause any
-            answer = json.dumps({"error": printable(str(error))}).encode()
+            answer = json.dumps({"error": printable(str(error), 1000)}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(answer)

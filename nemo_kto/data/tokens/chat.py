@@ -27,19 +27,11 @@ from nemo_kto.data.rows.records import (
     RowError,
     TextOrMessages,
 )
-from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, NO_THOUGHTS, TOKEN_IDS, in_form, in_form_of
 from nemo_kto.data.tokens.bounded import LimitError
+from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, NO_THOUGHTS, TOKEN_IDS, in_form, in_form_of
 from nemo_kto.data.tokens.continuation import continue_prompt
 from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
-from nemo_kto.data.tokens.template_trial import (
-    MAX_CHARACTERS,
-    REMEDY,
-    Conversation,
-    limit_error,
-    out_of_memory,
-    render_bounded,
-    try_template,
-)
+from nemo_kto.data.tokens.template_trial import MAX_CHARACTERS, REMEDY, render_bounded, renderer
 from nemo_kto.errors import UserError, printable, show
 
 _TRIAL_ROWS = 100  # number of rows on which a chat template is tried
@@ -131,7 +123,7 @@ class RecordEncoder:
         """Prepare encoding; the tokenizer must have an EOS. ``vocab_size`` (None if unknown) limits the token ids.
 
         ``date`` is the time that a chat template writes with strftime_now; None for now. ``bounded``: each row is rendered
-        with limits, and not only the first ones, which takes longer; after one at a limit none is rendered.
+        with limits, and not only the first ones.
         """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
@@ -144,8 +136,8 @@ class RecordEncoder:
         self.apply_chat_template = apply_chat_template
         self.has_chat_template = tokenizer.chat_template is not None
         self._template = str(tokenizer.chat_template)
-        self._date, self._bounded = date or datetime.now(), bounded
-        self._failed: LastRowError | None = None  # at a limit
+        self._date, self._bounded, self._has_limits = date or datetime.now(), bounded, bounded
+        self._failed: LastRowError | None = None  # of this row, at a limit
         self._plans: dict[Hashable, Plan | LostTextError] = {}  # signature of rows -> how they are rendered
         self._dated: dict[str, str] = {}  # chat template -> the same with the date in it
         self._folder = Path(tokenizer.name_or_path)
@@ -239,10 +231,13 @@ class RecordEncoder:
         return encoded["input_ids"]
 
     def _texts(self, records: Sequence[KTORecord]) -> list[_Text | RowError]:
-        """Return the texts of each record; a LastRowError for the first row at a limit and all rows of messages after it."""
-        failed = self._try_template(records)
+        """Return the texts of each record; a LastRowError for the first row at a limit and all rows of messages after it.
+
+        The first rows of messages of a process are rendered with limits.
+        """
         texts: list[_Text | RowError] = []
-        last: LastRowError | None = None
+        last, self._failed = None, None
+        is_tried, tried = self._template in _tried_templates, 0
         for record in records:
             text: _Text | RowError
             if isinstance(record.prompt, str) and isinstance(record.response, str):
@@ -251,25 +246,15 @@ class RecordEncoder:
             elif last is not None:
                 text = last
             else:
-                text = failed[1] if failed is not None and record is failed[0] else self._render_row(record)
+                self._has_limits = self._bounded or (not is_tried and tried < _TRIAL_ROWS)
+                tried += self._has_limits
+                text = self._render_row(record)
                 last = text if isinstance(text, LastRowError) else None
             texts.append(text)
+        if tried and not self._bounded:
+            renderer.close()
+            _tried_templates.update({self._template} if last is None else ())
         return texts
-
-    def _try_template(self, records: Sequence[KTORecord]) -> tuple[KTORecord, LastRowError] | None:
-        """Try the template on the first rows of messages, once per process; return the first at a limit, and the error."""
-        first = [record for record in records if isinstance(record.prompt, list)][:_TRIAL_ROWS]
-        if not first or self._bounded or self._template in _tried_templates:
-            return None
-        rows = []
-        for record in first:
-            with contextlib.suppress(ValueError):  # no template: the rendering names the reason
-                variables = {**self._tokenizer.special_tokens_map, **record.template}
-                rows.append(Conversation(self._dated_template(record.template), record.prompt, record.response, variables))
-        failed = try_template(rows, name=self._template_name)
-        if failed is None:
-            _tried_templates.add(self._template)
-        return None if failed is None else (first[failed[0]], failed[1])
 
     def _render_row(self, record: KTORecord) -> _Text | RowError:
         assert isinstance(record.prompt, list)
@@ -287,9 +272,6 @@ class RecordEncoder:
             whole, answer = continue_prompt(self._render, messages, answered, variables, shown=prompt)
         except RowError as error:
             return error
-        if len(whole) > MAX_CHARACTERS:
-            message = f"{self._template_name} must render a row as at most {MAX_CHARACTERS:,} characters"
-            return LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
         if answer is None:
             remedy = f"leave out {_THINKING}, or {REMEDY}" if _THINKING in record.template else REMEDY
             return LostTextError(
@@ -343,19 +325,17 @@ class RecordEncoder:
             raise self._failed
         try:
             template, how = self._dated_template(variables), {"add_generation_prompt": add_generation_prompt}
-            if self._bounded:
+            if self._has_limits:
                 given = {**self._tokenizer.special_tokens_map, **variables}
                 rendered: Any = render_bounded(template, messages, given, **how)
             else:
-                turns = in_form_of(template, messages)
-                rendered = self._tokenizer.apply_chat_template(
-                    turns, tokenize=False, chat_template=template, **how, **variables
-                )
-        except LimitError as error:
-            self._failed = limit_error(self._template_name, error)
+                given = {"tokenize": False, "chat_template": template, **how, **variables}
+                rendered = self._tokenizer.apply_chat_template(in_form_of(template, messages), **given)
+            if len(rendered) > MAX_CHARACTERS:
+                raise LimitError(f" as at most {MAX_CHARACTERS:,} characters, got more")
+        except (LimitError, MemoryError) as error:
+            self._failed = LastRowError(f"{self._template_name} must render a row{error or ' with less memory'}; {REMEDY}")
             raise self._failed from error
-        except MemoryError as error:
-            raise out_of_memory(self._template_name) from error
         except Exception as error:  # a template is a program and may raise any exception
             message = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
             raise RowError(f"{message}; {REMEDY}") from error

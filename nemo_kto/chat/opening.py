@@ -1,0 +1,136 @@
+"""Opening of models and adapters for inference, whose files are checked before a library loads them.
+
+Weights, configuration and adapters are read as for training. What no check can foresee, such as a regular expression that
+never ends or a configuration of 10^9 labels, is tried without weights in a process with limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.artifacts.sources import check_files
+from nemo_kto.data.tokens.bounded import BoundedProcess, LimitError, WorkError
+from nemo_kto.errors import UserError, printable
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SECONDS: float = 60  # of CPU time to build a model without weights; the largest take a few
+_MAX_BYTES = 2**32  # of memory for that
+_MAX_NAMES = 3  # of missing weights, in a message
+# More parameters than this number for each byte of weights would be drawn at random.
+_PER_BYTE, _FREE = 8, 10**8
+_FROM_FOLDER: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+trial = BoundedProcess(imports=("torch", "transformers"), max_bytes=_MAX_BYTES)  # of all models of a command
+
+
+def open_model(
+    folder: Path,
+    *,
+    adapters: Path | None = None,
+    class_name: str,
+    dtype: torch.dtype,
+    remedy: str,
+    accept: Callable[[Mapping[str, Any]], None] = lambda config: None,
+) -> Any:
+    """Load a model with a class of transformers, and merge adapters in PEFT format, without network access and foreign code.
+
+    ``accept`` gets architectures and num_labels of the configuration before anything is loaded, and may raise a UserError.
+    Raises UserError if a file is damaged or outside its folder, weights are missing, or the model cannot be built in the
+    limits of time and memory.
+    """
+    if adapters is not None:
+        _require_peft(adapters)
+    weights_bytes = check_files(folder, adapters)
+    both = [str(folder), None if adapters is None else str(adapters), class_name, remedy]
+    name = f"{folder}: config.json" if adapters is None else f"config.json in {folder} and {ADAPTER_CONFIG} in {adapters}"
+    try:
+        config = trial(_build, *both, max_seconds=MAX_SECONDS)
+    except LimitError as error:
+        raise UserError(f"{name} must describe a model that can be built{error}; {remedy}") from None
+    except WorkError as error:
+        raise UserError(str(error)) from None
+    if config["parameters"] > _PER_BYTE * weights_bytes + _FREE:
+        text = f"got {config['parameters']:,} parameters and files of {weights_bytes:,} bytes"
+        raise UserError(f"{name} must describe the model whose weights are in the folder, {text}; {remedy}")
+    accept(config)
+    return _load(folder, adapters, class_name, dtype, remedy)
+
+
+def _load(folder: Path, adapters: Path | None, class_name: str, dtype: torch.dtype, remedy: str) -> Any:
+    import transformers
+
+    _silence()
+    with _named(f"{folder}: the model cannot be loaded", remedy):
+        model, info = getattr(transformers, class_name).from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            generation_config=transformers.GenerationConfig(),  # else that of the folder, without checks
+            output_loading_info=True,
+            **_FROM_FOLDER,
+        )
+    if missing := sorted(info["missing_keys"]):  # transformers draws them at random
+        shown = ", ".join([*missing[:_MAX_NAMES], *["..."] * (len(missing) > _MAX_NAMES)])
+        raise UserError(f"{folder} must have all weights of the model, got none for {shown}; {remedy}")
+    return model if adapters is None else _merge(model, adapters)
+
+
+def _build(folder: str, adapters: str | None, class_name: str, remedy: str) -> dict[str, Any]:
+    """Build the model of a folder with its adapters, on the device "meta", which has no values; return facts about it."""
+    import torch
+    import transformers
+
+    _silence()
+    with _named(f"{folder}: the model cannot be loaded", remedy):
+        config = transformers.AutoConfig.from_pretrained(folder, **_FROM_FOLDER)
+        with torch.device("meta"):
+            model = getattr(transformers, class_name).from_config(config, trust_remote_code=False)
+    if adapters is not None:
+        model = _merge(model, Path(adapters))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"architectures": config.architectures, "num_labels": config.num_labels, "parameters": parameters}
+
+
+def _merge(model: Any, adapters: Path) -> Any:
+    from peft import PeftConfig, PeftModel
+
+    with warnings.catch_warnings(), _named(f"{adapters}: peft must load the adapters, got", ADAPTER_REMEDY):
+        warnings.filterwarnings("error", "Found missing adapter keys")  # peft draws them at random
+        config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
+        config.megatron_config = None  # PEFT would import the module that megatron_core names
+        return PeftModel.from_pretrained(model, str(adapters), config=config, local_files_only=True).merge_and_unload()
+
+
+ADAPTER_REMEDY = "name the run, whose merged model is used"
+
+
+def _require_peft(adapters: Path) -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        text = f"{adapters}: the package peft must be installed for adapters ({ADAPTER_CONFIG}), got none"
+        raise UserError(f"{text}; pip install peft, or {ADAPTER_REMEDY}") from None
+
+
+def _silence() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+@contextlib.contextmanager
+def _named(start: str, remedy: str) -> Iterator[None]:
+    """Turn the exceptions of a library, which may raise any for invalid files, into a UserError."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UserError(f"{start}: {type(error).__name__}: {printable(str(error))}; {remedy}") from error
