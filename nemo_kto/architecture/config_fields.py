@@ -72,6 +72,7 @@ class ModelFields(BaseModel):
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     rms_norm_eps: Positive = ABSENT
+    num_labels: PartCount = ABSENT  # transformers gives each a name
     tie_word_embeddings: bool = ABSENT
     attention_bias: bool = ABSENT
     mlp_bias: bool = ABSENT

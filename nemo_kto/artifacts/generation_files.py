@@ -13,6 +13,7 @@ from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import file_inside, read_json
 
 FILES = ("generation_config.json", "config.json")  # transformers reads the first that exists
+_MIN_TEMPERATURE = 1e-5
 _REMEDY = "correct it, or download the file again"
 _Share = Annotated[float, Ge(0), Le(1)]
 _Tokens = list[Annotated[int, Ge(0)]]
@@ -36,7 +37,7 @@ class _Settings(BaseModel):
     top_p: _Share | None = None
     top_k: Annotated[int, Ge(-1)] | None = None  # 0 and -1: from all tokens
     min_p: _Share | None = None
-    typical_p: _Share | None = None
+    typical_p: Annotated[float, Gt(0), Le(1)] | None = None
     epsilon_cutoff: _Share | None = None
     eta_cutoff: _Share | None = None
     repetition_penalty: Annotated[float, Gt(0)] | None = None
@@ -66,7 +67,7 @@ def read_generation_settings(folder: Path) -> GenerationSettings:
     if wrong := file_errors(_Settings, content):
         raise UserError(f"{folder / str(name)}: {'; '.join(wrong)}; {_REMEDY}")
     used = {name: content[name] for name in _Settings.model_fields if content.get(name) is not None}
-    if used.get("temperature") == 0:  # which transformers refuses to draw with
+    if used.get("temperature", 1) < _MIN_TEMPERATURE:  # the quotients of logits would not be finite
         del used["temperature"]
         used["do_sample"] = False
     return GenerationSettings(used, [name for name in _IGNORED if content.get(name) not in _OFF])

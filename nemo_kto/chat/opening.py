@@ -7,6 +7,7 @@ never ends or a configuration of 10^9 labels, is tried without weights in a proc
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,8 +21,9 @@ from nemo_kto.errors import UserError, printable
 if TYPE_CHECKING:
     import torch
 
-MAX_SECONDS: float = 60  # of CPU time to build a model without weights; the largest take a few
+MAX_SECONDS: float = 20  # of CPU time to build a model without weights; the largest take a few
 _MAX_BYTES = 2**32  # of memory for that
+_ADAPTER_REMEDY = "name the run, whose merged model is used"
 _MAX_NAMES = 3  # of missing weights, in a message
 # More parameters than this number for each byte of weights would be drawn at random.
 _PER_BYTE, _FREE = 8, 10**8
@@ -44,8 +46,9 @@ def open_model(
     Raises UserError if a file is damaged or outside its folder, weights are missing, or the model cannot be built in the
     limits of time and memory.
     """
-    if adapters is not None:
-        _require_peft(adapters)
+    if adapters is not None and importlib.util.find_spec("peft") is None:
+        text = f"{adapters}: the package peft must be installed for adapters ({ADAPTER_CONFIG}), got none"
+        raise UserError(f"{text}; pip install peft, or {_ADAPTER_REMEDY}")
     weights_bytes = check_files(folder, adapters)
     both = [str(folder), None if adapters is None else str(adapters), class_name, remedy]
     name = f"{folder}: config.json" if adapters is None else f"config.json in {folder} and {ADAPTER_CONFIG} in {adapters}"
@@ -78,44 +81,40 @@ def _load(folder: Path, adapters: Path | None, class_name: str, dtype: torch.dty
     if missing := sorted(info["missing_keys"]):  # transformers draws them at random
         shown = ", ".join([*missing[:_MAX_NAMES], *["..."] * (len(missing) > _MAX_NAMES)])
         raise UserError(f"{folder} must have all weights of the model, got none for {shown}; {remedy}")
-    return model if adapters is None else _merge(model, adapters)
+    if adapters is None:
+        return model
+    with warnings.catch_warnings(), _named(f"{adapters}: peft must load the adapters, got", _ADAPTER_REMEDY):
+        from peft import PeftModel
+
+        warnings.filterwarnings("error", "Found missing adapter keys")  # peft draws them at random
+        return PeftModel.from_pretrained(model, str(adapters), config=_peft_config(adapters)).merge_and_unload()
 
 
 def _build(folder: str, adapters: str | None, class_name: str, remedy: str) -> dict[str, Any]:
-    """Build the model of a folder with its adapters, on the device "meta", which has no values; return facts about it."""
+    """Build the model of a folder with its adapters on the device "meta", without values; return facts about it."""
     import torch
     import transformers
 
     _silence()
-    with _named(f"{folder}: the model cannot be loaded", remedy):
-        config = transformers.AutoConfig.from_pretrained(folder, **_FROM_FOLDER)
-        with torch.device("meta"):
+    with torch.device("meta"):
+        with _named(f"{folder}: the model cannot be loaded", remedy):
+            config = transformers.AutoConfig.from_pretrained(folder, **_FROM_FOLDER)
             model = getattr(transformers, class_name).from_config(config, trust_remote_code=False)
-    if adapters is not None:
-        model = _merge(model, Path(adapters))
+        if adapters is not None:
+            with _named(f"{adapters}: peft must load the adapters, got", _ADAPTER_REMEDY):
+                from peft import inject_adapter_in_model
+
+                inject_adapter_in_model(_peft_config(Path(adapters)), model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"architectures": config.architectures, "num_labels": config.num_labels, "parameters": parameters}
 
 
-def _merge(model: Any, adapters: Path) -> Any:
-    from peft import PeftConfig, PeftModel
+def _peft_config(adapters: Path) -> Any:
+    from peft import PeftConfig
 
-    with warnings.catch_warnings(), _named(f"{adapters}: peft must load the adapters, got", ADAPTER_REMEDY):
-        warnings.filterwarnings("error", "Found missing adapter keys")  # peft draws them at random
-        config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
-        config.megatron_config = None  # PEFT would import the module that megatron_core names
-        return PeftModel.from_pretrained(model, str(adapters), config=config, local_files_only=True).merge_and_unload()
-
-
-ADAPTER_REMEDY = "name the run, whose merged model is used"
-
-
-def _require_peft(adapters: Path) -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        text = f"{adapters}: the package peft must be installed for adapters ({ADAPTER_CONFIG}), got none"
-        raise UserError(f"{text}; pip install peft, or {ADAPTER_REMEDY}") from None
+    config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
+    config.megatron_config = None  # PEFT would import the module that megatron_core names
+    return config
 
 
 def _silence() -> None:

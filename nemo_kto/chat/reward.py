@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.chat.opening import open_model
 from nemo_kto.chat.session import Message, to_device
 from nemo_kto.data.tokens.bounded import LimitError, WorkError
@@ -24,12 +25,13 @@ class RewardModel:
 
     def __init__(self, *, folder: Path) -> None:
         """Load tokenizer and weights; UserError if the folder has no complete reward model for conversations."""
-        self._folder, self._tokenizer = folder, load_tokenizer(folder)
+        self._folder = folder
         dtype = torch.bfloat16 if device.on_gpu() and device.gpu_has_bf16() else torch.float32
         remedy = "download it again, or name another model"
         how: Any = {"class_name": f"AutoModel{_KIND}", "dtype": dtype, "accept": self._accept}
         self._model = open_model(folder, remedy=remedy, **how)
         self._model.config.use_cache = False
+        self._tokenizer = load_tokenizer(folder)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     def _accept(self, config: Mapping[str, Any]) -> None:
@@ -39,7 +41,7 @@ class RewardModel:
             got = f"{self._folder}, whose config.json has {name} with num_labels {labels}"
             text = f"must be a reward model, of a class ...{_KIND} with num_labels 1, got {got}"
             raise UserError(f"{text}; name another model, or use --judge or --score")
-        if not self._tokenizer.chat_template:
+        if not has_chat_template(self._folder):
             text = f"must be a reward model whose tokenizer has a chat template, got {self._folder}, which has none"
             raise UserError(f"{text}; add the template that it was trained with")
 

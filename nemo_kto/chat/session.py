@@ -100,9 +100,9 @@ class ChatModel:
         """
         whole = folder if base is None else base
         self.label, self._folder = label, whole
-        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(whole)
         how: Any = {"adapters": None if base is None else folder, "class_name": auto_class(whole), "dtype": dtype}
         self._model = to_device(open_model(whole, remedy=_REMEDY, **how))
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(whole)  # transformers reads config.json for it too
         self.has_template = bool(self._tokenizer.chat_template)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self._encoder = RecordEncoder(tokenizer=self._tokenizer, bounded=True)
