@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 MAX_SECONDS: float = 20  # of CPU time to build a model without weights; the largest take a few
-_MAX_BYTES = 2**32  # of memory for that
-_ADAPTER_REMEDY = "name the run, whose merged model is used"
+_PER_BYTE, _MORE = 8, 10**8  # parameters for each byte of weights, and more; others would be drawn at random
 _MAX_NAMES = 3  # of missing weights, in a message
-# More parameters than this number for each byte of weights would be drawn at random.
-_PER_BYTE, _FREE = 8, 10**8
+_ADAPTER_REMEDY = "name the run, whose merged model is used"
 _FROM_FOLDER: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-trial = BoundedProcess(imports=("torch", "transformers"), max_bytes=_MAX_BYTES)  # of all models of a command
+trial = BoundedProcess(imports=("torch", "transformers"), max_bytes=2**32)  # of all models of a command
 
 
 def open_model(
@@ -42,23 +40,21 @@ def open_model(
 ) -> Any:
     """Load a model with a class of transformers, and merge adapters in PEFT format, without network access and foreign code.
 
-    ``accept`` gets architectures and num_labels of the configuration before anything is loaded, and may raise a UserError.
-    Raises UserError if a file is damaged or outside its folder, weights are missing, or the model cannot be built in the
-    limits of time and memory.
+    ``accept`` gets architectures and num_labels of config.json before weights are read, and may raise a UserError. Raises
+    UserError if a file is damaged or outside its folder, weights are missing, or building the model reaches a limit.
     """
     if adapters is not None and importlib.util.find_spec("peft") is None:
         text = f"{adapters}: the package peft must be installed for adapters ({ADAPTER_CONFIG}), got none"
         raise UserError(f"{text}; pip install peft, or {_ADAPTER_REMEDY}")
     weights_bytes = check_files(folder, adapters)
-    both = [str(folder), None if adapters is None else str(adapters), class_name, remedy]
     name = f"{folder}: config.json" if adapters is None else f"config.json in {folder} and {ADAPTER_CONFIG} in {adapters}"
     try:
-        config = trial(_build, *both, max_seconds=MAX_SECONDS)
+        config = trial(_build, folder, adapters, class_name, remedy, max_seconds=MAX_SECONDS)
     except LimitError as error:
         raise UserError(f"{name} must describe a model that can be built{error}; {remedy}") from None
     except WorkError as error:
         raise UserError(str(error)) from None
-    if config["parameters"] > _PER_BYTE * weights_bytes + _FREE:
+    if config["parameters"] > _PER_BYTE * weights_bytes + _MORE:
         text = f"got {config['parameters']:,} parameters and files of {weights_bytes:,} bytes"
         raise UserError(f"{name} must describe the model whose weights are in the folder, {text}; {remedy}")
     accept(config)
@@ -66,10 +62,9 @@ def open_model(
 
 
 def _load(folder: Path, adapters: Path | None, class_name: str, dtype: torch.dtype, remedy: str) -> Any:
-    import transformers
-
-    _silence()
     with _named(f"{folder}: the model cannot be loaded", remedy):
+        import transformers
+
         model, info = getattr(transformers, class_name).from_pretrained(
             folder,
             dtype=dtype,
@@ -90,21 +85,21 @@ def _load(folder: Path, adapters: Path | None, class_name: str, dtype: torch.dty
         return PeftModel.from_pretrained(model, str(adapters), config=_peft_config(adapters)).merge_and_unload()
 
 
-def _build(folder: str, adapters: str | None, class_name: str, remedy: str) -> dict[str, Any]:
+def _build(folder: Path, adapters: Path | None, class_name: str, remedy: str) -> dict[str, Any]:
     """Build the model of a folder with its adapters on the device "meta", without values; return facts about it."""
     import torch
-    import transformers
 
-    _silence()
     with torch.device("meta"):
         with _named(f"{folder}: the model cannot be loaded", remedy):
+            import transformers
+
             config = transformers.AutoConfig.from_pretrained(folder, **_FROM_FOLDER)
             model = getattr(transformers, class_name).from_config(config, trust_remote_code=False)
         if adapters is not None:
             with _named(f"{adapters}: peft must load the adapters, got", _ADAPTER_REMEDY):
                 from peft import inject_adapter_in_model
 
-                inject_adapter_in_model(_peft_config(Path(adapters)), model)
+                inject_adapter_in_model(_peft_config(adapters), model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"architectures": config.architectures, "num_labels": config.num_labels, "parameters": parameters}
 
@@ -117,16 +112,13 @@ def _peft_config(adapters: Path) -> Any:
     return config
 
 
-def _silence() -> None:
+@contextlib.contextmanager
+def _named(start: str, remedy: str) -> Iterator[None]:
+    """Turn the exceptions of a library, which may raise any for invalid files, into a UserError; silence its progress."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-
-
-@contextlib.contextmanager
-def _named(start: str, remedy: str) -> Iterator[None]:
-    """Turn the exceptions of a library, which may raise any for invalid files, into a UserError."""
     try:
         yield
     except MemoryError:

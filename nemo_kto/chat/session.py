@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.content import auto_class
-from nemo_kto.artifacts.generation_files import GenerationSettings, read_generation_settings
+from nemo_kto.artifacts.generation_files import read_generation_settings
 from nemo_kto.chat.opening import open_model
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
@@ -109,8 +109,8 @@ class ChatModel:
         self.stop_ids = sorted(self._encoder.stop_ids())
 
     @cached_property
-    def settings(self) -> GenerationSettings:
-        """Generation settings of the model's folder; UserError if some are wrong."""
+    def settings(self) -> tuple[dict[str, Any], list[str]]:
+        """Generation settings of the model's folder, and those that are ignored; UserError if some are wrong."""
         return read_generation_settings(self._folder)
 
     def answer(self, messages: Sequence[Message], sampling: Sampling, *, show: Callable[[str], object]) -> Answer:
@@ -118,7 +118,7 @@ class ChatModel:
 
         Raises UserError if the chat template rejects the messages, or they leave no room for an answer.
         """
-        prompt_ids, settings = self._prepare(messages, sampling, GenerationConfig(**self.settings.used))
+        prompt_ids, settings = self._prepare(messages, sampling, GenerationConfig(**self.settings[0]))
         read = partial(drawn_text, self._tokenizer, stop_ids=self.stop_ids, before=prompt_ids[0].tolist())
         stream, start = _Stream(read, show), time.perf_counter()
         try:
@@ -281,7 +281,7 @@ class Session:
         self._histories: list[list[Message]] = []
         self.reset()
         for model in models:
-            if ignored := model.settings.ignored:
+            if ignored := model.settings[1]:
                 _report(f"{model.label}: a chat ignores {', '.join(ignored)} of its generation settings")
         if without := [model for model in models if not model.has_template]:
             names = " and ".join(model.label for model in without)
