@@ -308,7 +308,7 @@ class RecordEncoder:
                     special=self._special_tokens,
                     stops=self._stops,
                 )
-            if found is None:
+            if found is None or self._failed is not None:
                 return Plan()
             self._plans[shape] = found
         return self._plans[shape]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_kto.data.tokens.bounded import BoundedProcess
-from nemo_kto.data.tokens.content import in_form_of
+from nemo_kto.data.tokens.content import in_form_of, rendered
 
 MAX_SECONDS: float = 2  # of CPU time for a rendering; a typical one takes a ten-thousandth of it
 MAX_CHARACTERS = 10**7  # of a rendered row
@@ -24,24 +24,19 @@ def render_bounded(
     template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, add_generation_prompt: bool
 ) -> str:
     """Return messages as a template writes them; LimitError at a limit, WorkError if it refuses them."""
-    text = renderer(_render, template, [*messages], {**variables}, add_generation_prompt, max_seconds=MAX_SECONDS)
-    return str(text)
+    # as apply_chat_template does
+    turns = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    given = {**variables, "add_generation_prompt": add_generation_prompt}
+    return str(renderer(_render, template, turns, given, max_seconds=MAX_SECONDS))
 
 
 def parse_bounded(template: Any, text: str, *, prefix: str) -> dict[str, Any]:
     """Return the message that the response template of a tokenizer finds in a drawn text; raises as the above."""
-    message: dict[str, Any] = renderer(_parse, template, text, prefix, max_seconds=MAX_SECONDS)
-    return message
+    return dict(renderer(_parse, template, text, prefix, max_seconds=MAX_SECONDS))
 
 
-def _render(template: str, messages: Sequence[Any], variables: Mapping[str, Any], add_generation_prompt: bool) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    # as apply_chat_template does
-    turns = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    given = {"chat_template": template, **variables}
-    (text,), _ = render_jinja_template([in_form_of(template, turns)], add_generation_prompt=add_generation_prompt, **given)
-    return str(text)[: MAX_CHARACTERS + 1]
+def _render(template: str, turns: Sequence[Any], variables: Mapping[str, Any]) -> str:
+    return rendered(template, in_form_of(template, turns), variables)[: MAX_CHARACTERS + 1]
 
 
 def _parse(template: Any, text: str, prefix: str) -> Any:

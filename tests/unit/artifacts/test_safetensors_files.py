@@ -76,8 +76,8 @@ def changed_header(rng: random.Random) -> bytes:
             content[name] = copy.deepcopy(rng.choice([*ODD_VALUES, rng.randint(-20, 40)]))
     text = json.dumps(known, ensure_ascii=rng.random() < 0.9).encode("utf-8", "surrogatepass")
     if rng.random() < 0.1:
-        place = rng.randrange(len(text))
-        text = text[:place] + rng.choice([b"\x80", b" ", b"", b"\0", b'"', b"-", b"1", b"{", b"e5"]) + text[place + 1 :]
+        byte = rng.randrange(len(text))
+        text = text[:byte] + rng.choice([b"\x80", b" ", b"", b"\0", b'"', b"-", b"1", b"{", b"e5"]) + text[byte + 1 :]
     return text
 
 

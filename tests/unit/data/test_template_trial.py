@@ -109,7 +109,7 @@ def test_a_template_is_tried_once_and_only_on_rows_of_messages(monkeypatch: pyte
 
     def tried(template: str, messages: list[dict[str, str]], variables: dict[str, str], **how: bool) -> str:
         trials.append(messages[0]["content"])
-        return _render(template, messages, variables, **how)
+        return _render(template, messages, {**variables, **how})
 
     monkeypatch.setattr(chat, "render_bounded", tried)
     monkeypatch.setattr(chat, "_tried_templates", set())
