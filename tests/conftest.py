@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +83,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if runs else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_trial() -> Iterator[None]:
+    """The interpreter that tries models is started once, and not by each test that opens one."""
+    from nemo_kto.chat import opening
+    from nemo_kto.cli import chat
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "trial", SimpleNamespace(start=opening.trial.start, close=lambda: 0))
+        yield
+    opening.trial.close()
 
 
 @pytest.fixture(autouse=True)

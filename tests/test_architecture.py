@@ -125,7 +125,7 @@ PACKAGES = {
         own=names("device data artifacts utils"),
         outside=names("torch transformers"),
         never=names("torch.distributed torch.cuda"),
-        only_in=(("peft", names("session.py")),),
+        only_in=(("peft", names("opening.py")),),
     ),
     "rounds": Package(
         own=names("data utils"),

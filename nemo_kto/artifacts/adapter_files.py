@@ -30,7 +30,7 @@ from nemo_kto.architecture.lora import (
     hf_module,
 )
 from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_header, tensor_shapes
-from nemo_kto.errors import UserError, printable
+from nemo_kto.errors import UserError, printable, show
 from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
 
@@ -101,15 +101,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     Raises UserError if there is none, it has unsupported features (all are listed), or a file is a link out of the folder.
     """
     folder = Path(folder)
-    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-    if wrong := {name: irregular(folder / name) or "missing" for name in files if not (folder / name).is_file()}:
-        message = " and ".join(f"{name} is {kind}" for name, kind in wrong.items())
-        raise UserError(
-            f"{folder} must be an adapter in PEFT's format, but {message}; load it with peft and write it with "
-            "save_pretrained"
-        )
-    config_file, weights = (file_inside(folder, name) for name in files)
-    config, shapes = read_json(config_file), tensor_shapes(weights)
+    config, shapes = _read(folder)
     modules_of_layer: dict[int, set[str]] = defaultdict(set)
     for match in filter(None, map(_TENSOR.fullmatch, shapes)):
         modules_of_layer[int(match["layer"])].add(hf_module(match[0]))
@@ -144,15 +136,50 @@ def key_mapping(folder: Path, base: Path) -> dict[str, str] | None:
 
     Raises UserError for names without PEFT's prefix, whose adapters it would leave without effect.
     """
-    names, of_base = read_json(base / CONFIG).get("architectures") or [], (*FAMILIES.values(), *MULTIMODAL)
-    prefix = next((family.module_prefix for family in of_base if family.hf_architecture in names), None)
-    start = beginning_of(read_header(folder / ADAPTER_WEIGHTS)[0])
+    prefix, start = text_model_prefix(base), beginning_of(read_header(folder / ADAPTER_WEIGHTS)[0])
     if prefix is None or start in (None, MODULES + prefix):
         return None
     if not start.startswith(MODULES):
         text = f"{folder / ADAPTER_WEIGHTS}: names of tensors must begin with {MODULES}, got {start or 'layers.'}"
         raise UserError(f"{text}; rename them, or train from these adapters, which exports them with such names")
     return {f"^{re.escape(start.removeprefix(MODULES))}(?=layers|embed)": prefix}
+
+
+def text_model_prefix(base: Path) -> str | None:
+    """Return what the names of modules of the text model begin with in a Hugging Face folder; None for unknown families."""
+    names, families = read_json(base / CONFIG).get("architectures") or [], (*FAMILIES.values(), *MULTIMODAL)
+    return next((family.module_prefix for family in families if family.hf_architecture in names), None)
+
+
+def check_adapter(folder: Path) -> None:
+    """Check the files of an adapter in PEFT's format, and the types of its settings, before peft loads it.
+
+    It may have features that cannot be trained. Raises UserError as :func:`read_adapter_settings` otherwise.
+    """
+    config, _ = _read(folder)
+    if wrong := _wrong_settings(config):
+        remedy = "download the adapter again, or write it with save_pretrained"
+        raise UserError(f"{folder / ADAPTER_CONFIG}: {'; '.join(wrong)}; {remedy}")
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
+    """Return the configuration of an adapter, and the shapes of its tensors."""
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    if wrong := {name: irregular(folder / name) or "missing" for name in files if not (folder / name).is_file()}:
+        message = " and ".join(f"{name} is {kind}" for name, kind in wrong.items())
+        raise UserError(
+            f"{folder} must be an adapter in PEFT's format, but {message}; load it with peft and write it with "
+            "save_pretrained"
+        )
+    config_file, weights = (file_inside(folder, name) for name in files)
+    return read_json(config_file), tensor_shapes(weights)
+
+
+def _wrong_settings(config: Mapping[str, Any]) -> list[str]:
+    """Return the problems of settings that LoRA of any features has."""
+    if config.get("peft_type") != "LORA":
+        return [f"peft_type must be LORA, got {show(config.get('peft_type'))}"]
+    return list(file_errors(_Config, config).values())
 
 
 def is_our_adapter(folder: Path) -> bool:
@@ -173,11 +200,10 @@ def _may_match(pattern: str, names: Iterable[str]) -> bool:
 
 def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set[str]]) -> Iterator[str]:
     """Yield the problems of an adapter with this configuration, these tensors, and these modules of each adapted layer."""
+    yield from _wrong_settings(config)
     if config.get("peft_type") != "LORA":
-        yield f"peft_type must be LORA, got {printable(str(config.get('peft_type')), 60)}"
         return
     rank, targets, limited = config.get("r"), config.get("target_modules"), config.get("layers_to_transform") is not None
-    yield from file_errors(_Config, config).values()
     for key, value in config.items():
         if key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
             usual = config.get({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}[key])

@@ -47,13 +47,13 @@ def model_files(folder: Path) -> list[Path]:
 def quick_hash(folder: Path) -> str:
     """Return a hash of the sizes of the files of weights in a folder, and of evenly spaced parts, which training changes.
 
-    At most _PARTS * _PART_BYTES of each file are read.
+    At most _PARTS * _PART_BYTES of each file are read. Raises UserError if one is a link out of the folder.
     """
     found = hashlib.sha256()
     for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin") and file.is_file()):
         size = file.stat().st_size
         found.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as content:
+        with file_inside(folder, file.name).open("rb") as content:
             for number in range(_PARTS):
                 content.seek(size * number // _PARTS)
                 found.update(content.read(_PART_BYTES))

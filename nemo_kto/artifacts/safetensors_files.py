@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_kto.architecture.param_mapping import name_in_file, prefixes_of
-from nemo_kto.errors import UserError, either, printable
+from nemo_kto.errors import UserError, either, printable, show
 from nemo_kto.utils.files import file_inside, irregular, open_file, other_format, read_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ FP8, FP8_SCALE, INT32, UINT8 = "F8_E4M3", "F8_E8M0", "I32", "U8"
 _OTHERS = {FP8: 1, "F8_E5M2": 1, FP8_SCALE: 1, "I8": 1, UINT8: 1, "I16": 2, INT32: 4, "I64": 8}
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIGITS, _MAX_VALUES = 18, 2**56  # of a number and in a tensor; the format's own limits are those of 64 bits
 EMBEDDING_WEIGHT, OUTPUT_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 2**24  # at a time
 
@@ -74,7 +75,7 @@ def read_header(file: Path, *, quantized: bool = False) -> tuple[dict[str, FileT
                 raise _InvalidHeader("it has no header")
             if size < 8 + length:
                 raise _InvalidHeader(f"it has {size} bytes and its header {length}")
-            header = json.loads(handle.read(length))
+            header = _parse_json(handle.read(length).decode())
         return _parse_header(file, header, size - 8 - length, sizes=FLOATS | _OTHERS if quantized else FLOATS)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
@@ -86,16 +87,36 @@ def read_header(file: Path, *, quantized: bool = False) -> tuple[dict[str, FileT
         ) from error
 
 
+def _parse_json(text: str) -> object:
+    """Return the JSON of a header; ValueError for extensions and repeated names, which the safetensors library refuses."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(content := dict(pairs)) < len(pairs):
+            raise ValueError("a name is repeated")
+        return content
+
+    def count(digits: str) -> int:
+        if digits == "-0" or len(digits) > _MAX_DIGITS:
+            raise ValueError(f"the number {printable(digits, 30)} is no count")
+        return int(digits)
+
+    content = json.loads(text, object_pairs_hook=unique, parse_int=count, parse_constant=count)
+    json.dumps(content, ensure_ascii=False).encode()  # fails for lone surrogates
+    return content
+
+
 def _parse_header(
     file: Path, header: object, data_bytes: int, *, sizes: Mapping[str, int]
 ) -> tuple[dict[str, FileTensor], dict[str, str]]:
     if not isinstance(header, dict):
         raise _InvalidHeader("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
-    tensors, end = {}, 0
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _InvalidHeader(f"its metadata is {show(metadata)} instead of strings")
+    tensors, parts = {}, []
     for name, entry in header.items():
         match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [first, last], **others} if not others:
                 pass
             case _:
                 raise _InvalidHeader(f"its header has no valid entry for {printable(name, 100)}")
@@ -103,12 +124,19 @@ def _parse_header(
             floats = either([*sizes])
             got = f"{printable(name, 100)} is {printable(dtype, 20)}"
             raise _InvalidHeader(f"{got} instead of {floats}, perhaps quantized; start from the unquantized model")
-        if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * sizes[dtype]:
+        is_count = all(type(number) is int and number >= 0 for number in (*shape, first, last))
+        if not is_count or last - first != math.prod(shape) * sizes[dtype] or math.prod(filter(None, shape)) > _MAX_VALUES:
             raise _InvalidHeader(f"its header contradicts itself about {printable(name, 100)}")
-        tensors[name], end = FileTensor(file, tuple(shape), dtype), max(end, last)
+        tensors[name] = FileTensor(file, tuple(shape), dtype)
+        parts.append((first, last, name))
+    end = 0
+    for first, last, name in sorted(parts):
+        if first != end:
+            raise _InvalidHeader(f"{printable(name, 100)} begins at byte {first} instead of {end}")
+        end = last
     if end != data_bytes:
         raise _InvalidHeader(f"it has {data_bytes} bytes of weights, and its header {end}: cut short or changed")
-    return tensors, metadata if isinstance(metadata, dict) else {}
+    return tensors, metadata
 
 
 def find_weights(folder: Path, *, quantized: bool = False) -> dict[str, FileTensor]:

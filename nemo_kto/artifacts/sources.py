@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_kto.architecture.config_file import CONFIG, other_format_of
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.architecture.config_fields import ModelFields
+from nemo_kto.architecture.config_file import CONFIG, other_format_of, read_config_file
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
+from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.artifacts.hub import HUB
+from nemo_kto.artifacts.safetensors_files import find_weights
 from nemo_kto.errors import UserError
-from nemo_kto.utils.files import irregular, read_json
+from nemo_kto.utils.field_errors import file_errors
+from nemo_kto.utils.files import file_inside, irregular, read_json
 
 _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -113,6 +117,30 @@ def named_base(adapters: Path) -> Path | None:
     name = read_json(adapters / ADAPTER_CONFIG).get("base_model_name_or_path")
     base = Path(str(name)).expanduser()
     return base if name and is_whole_model(base) else None
+
+
+def check_files(folder: Path, adapters: Path | None) -> int:
+    """Check the files of a whole model, and of adapters in PEFT format, for libraries that load them; return their size.
+
+    The configuration of a family that can be trained is checked as for training. Raises UserError for damaged files, files
+    outside of their folder, and weights in other formats than safetensors.
+    """
+    if os.path.isfile(folder / ADAPTER_CONFIG):  # transformers would load these adapters too, and perhaps another model
+        find_source(folder)
+        raise UserError(f"{folder} must be a whole model, got adapters ({ADAPTER_CONFIG}); name another folder")
+    config = read_json(file_inside(folder, CONFIG))
+    names = config.get("architectures")
+    if wrong := file_errors(ModelFields, {"architectures": names}):
+        raise UserError(
+            f"{folder / CONFIG}: {'; '.join(wrong.values())}; download it again, or write it with save_pretrained"
+        )
+    if names and names[0] in (*FAMILIES, *(family.hf_architecture for family in MULTIMODAL)):
+        read_config_file(folder)
+    files = {tensor.file for tensor in find_weights(folder, quantized=True).values()}
+    if adapters is not None:
+        check_adapter(adapters)
+        files.add(adapters / ADAPTER_WEIGHTS)
+    return sum(file.stat().st_size for file in files)
 
 
 def check_same_shape(policy: Path, other: Path) -> None:

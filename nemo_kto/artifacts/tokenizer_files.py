@@ -104,7 +104,7 @@ def declared_stop_ids(folder: Path) -> set[int]:
     """Return the tokens that end an answer according to generation_config.json or, if it is absent, to config.json."""
     file = next((folder / name for name in _STOPS if (folder / name).is_file()), None)
     value = None if file is None else read_json(file).get("eos_token_id")
-    return {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
+    return {number for number in (value if isinstance(value, list) else [value]) if type(number) is int and number < 2**31}
 
 
 def image_ids(folder: Path) -> set[int]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nemo_kto.chat.session import Message, load_model, to_device
-from nemo_kto.data.tokens.chat import hf_config, load_tokenizer
-from nemo_kto.data.tokens.content import in_form_of
+from nemo_kto.artifacts.tokenizer_files import has_chat_template
+from nemo_kto.chat.opening import open_model
+from nemo_kto.chat.session import Message, to_device
+from nemo_kto.data.tokens.bounded import LimitError, WorkError
+from nemo_kto.data.tokens.chat import load_tokenizer
+from nemo_kto.data.tokens.template_trial import render_bounded
 from nemo_kto.device import device
-from nemo_kto.errors import UserError, printable
+from nemo_kto.errors import UserError
 
 _KIND = "ForSequenceClassification"  # end of the names of its class in transformers
 
@@ -21,24 +25,25 @@ class RewardModel:
 
     def __init__(self, *, folder: Path) -> None:
         """Load tokenizer and weights; UserError if the folder has no complete reward model for conversations."""
-        self._folder, self._tokenizer = folder, load_tokenizer(folder)
-        try:
-            config = hf_config(folder)
-        except Exception as error:  # for invalid files transformers may raise any exception
-            raise UserError(f"{folder}: config.json cannot be read: {printable(str(error))}; download it again") from error
-        names = getattr(config, "architectures", None) or ["no class"]
-        if not names[0].endswith(_KIND) or config.num_labels != 1:
-            got = f"{folder}, whose config.json has {names[0]} with num_labels {config.num_labels}"
-            text = f"must be a reward model, of a class ...{_KIND} with num_labels 1, got {got}"
-            raise UserError(f"{text}; name another model, or use --judge or --score")
-        if not self._tokenizer.chat_template:
-            text = f"must be a reward model whose tokenizer has a chat template, got {folder}, which has none"
-            raise UserError(f"{text}; add the template that it was trained with")
-        self._limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._folder = folder
         dtype = torch.bfloat16 if device.on_gpu() and device.gpu_has_bf16() else torch.float32
         remedy = "download it again, or name another model"
-        self._model = load_model(folder, class_name=f"AutoModel{_KIND}", dtype=dtype, remedy=remedy)
+        how: Any = {"class_name": f"AutoModel{_KIND}", "dtype": dtype, "accept": self._accept}
+        self._model = open_model(folder, remedy=remedy, **how)
         self._model.config.use_cache = False
+        self._tokenizer = load_tokenizer(folder)
+        self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+
+    def _accept(self, config: Mapping[str, Any]) -> None:
+        """Raise a UserError for a model that gives no score to conversations."""
+        name, labels = (config["architectures"] or ["no class"])[0], config["num_labels"]
+        if not name.endswith(_KIND) or labels != 1:
+            got = f"{self._folder}, whose config.json has {name} with num_labels {labels}"
+            text = f"must be a reward model, of a class ...{_KIND} with num_labels 1, got {got}"
+            raise UserError(f"{text}; name another model, or use --judge or --score")
+        if not has_chat_template(self._folder):
+            text = f"must be a reward model whose tokenizer has a chat template, got {self._folder}, which has none"
+            raise UserError(f"{text}; add the template that it was trained with")
 
     def encode(self, messages: Sequence[Message], answer: str) -> list[int]:
         """Return the token ids of a conversation with its answer, rendered by the chat template of the reward model.
@@ -47,10 +52,12 @@ class RewardModel:
         """
         try:
             turns = [*messages, {"role": "assistant", "content": answer}]
-            template = self._tokenizer.get_chat_template(tools=None)
-            text = self._tokenizer.apply_chat_template(in_form_of(template, turns), tokenize=False)
-        except Exception as error:  # a template is a program and may raise any exception
-            raise UserError(f"the chat template of {self._folder} rejects the messages: {printable(str(error))}") from error
+            template, given = self._tokenizer.get_chat_template(tools=None), self._tokenizer.special_tokens_map
+            text = render_bounded(template, turns, given, add_generation_prompt=False)
+        except WorkError as error:
+            raise UserError(f"the chat template of {self._folder} rejects the messages: {error}") from error
+        except LimitError as error:
+            raise UserError(f"the chat template of {self._folder} must render an answer{error}; correct it") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._limit is not None and len(ids) > self._limit:
             context = f"the {self._limit:,} tokens of the context of {self._folder}"

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, key_mapping
 from nemo_kto.artifacts.content import auto_class
+from nemo_kto.artifacts.generation_files import read_generation_settings
+from nemo_kto.chat.opening import open_model
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.chat import RecordEncoder, hf_config, load_tokenizer
+from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
 from nemo_kto.data.tokens.content import TOKEN_IDS
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
 from nemo_kto.data.tokens.template_trial import REMEDY
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
-from nemo_kto.errors import UserError, either, plural, printable, refuse_broken, show
+from nemo_kto.errors import UserError, either, plural, refuse_broken, show
 from nemo_kto.utils.text import terminal_line, terminal_text
 
 DEFAULT_NEW_TOKENS = 512  # if neither the command nor generation_config.json limits an answer
@@ -42,7 +40,7 @@ _HELP = """\
 _LABELS = ("\x1b[1;32m", "\x1b[1;36m")  # colour of the label of each model
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _PROMPT = "> "
-_MAX_NAMES = 3  # of missing weights, in a message
+_REMEDY = "download it again, or export it again with nemo-kto export"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +99,26 @@ class ChatModel:
         Raises UserError if the model or its tokenizer cannot be loaded, or peft is not installed for adapters.
         """
         whole = folder if base is None else base
-        self.label = label
-        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(whole)
-        self._model = _load(whole, adapters=None if base is None else folder, dtype=dtype)
-        # generate would take each setting that is None from the model
-        self._defaults, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        self.label, self._folder = label, whole
+        how: Any = {"adapters": None if base is None else folder, "class_name": auto_class(whole), "dtype": dtype}
+        self._model = to_device(open_model(whole, remedy=_REMEDY, **how))
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(whole)  # transformers reads config.json for it too
         self.has_template = bool(self._tokenizer.chat_template)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        self._encoder = RecordEncoder(tokenizer=self._tokenizer)
-        self.stop_ids = sorted(self._encoder.stop_ids(trial=False))
+        self._encoder = RecordEncoder(tokenizer=self._tokenizer, bounded=True)
+        self.stop_ids = sorted(self._encoder.stop_ids())
+
+    @cached_property
+    def settings(self) -> tuple[dict[str, Any], list[str]]:
+        """Generation settings of the model's folder, and those that are ignored; UserError if some are wrong."""
+        return read_generation_settings(self._folder)
 
     def answer(self, messages: Sequence[Message], sampling: Sampling, *, show: Callable[[str], object]) -> Answer:
         """Answer a conversation; ``show`` gets the text as it is generated. KeyboardInterrupt ends the answer.
 
         Raises UserError if the chat template rejects the messages, or they leave no room for an answer.
         """
-        prompt_ids, settings = self._prepare(messages, sampling, copy.deepcopy(self._defaults))
+        prompt_ids, settings = self._prepare(messages, sampling, GenerationConfig(**self.settings[0]))
         read = partial(drawn_text, self._tokenizer, stop_ids=self.stop_ids, before=prompt_ids[0].tolist())
         stream, start = _Stream(read, show), time.perf_counter()
         try:
@@ -221,7 +223,7 @@ class ChatModel:
             settings.temperature = sampling.temperature or settings.temperature
             settings.top_p = sampling.top_p or settings.top_p
             # generate would take 50 for None
-            settings.top_k = (settings.top_k or 0) if sampling.top_k is None else sampling.top_k
+            settings.top_k = max(settings.top_k or 0, 0) if sampling.top_k is None else sampling.top_k
         return settings
 
 
@@ -278,6 +280,9 @@ class Session:
         self._system = system
         self._histories: list[list[Message]] = []
         self.reset()
+        for model in models:
+            if ignored := model.settings[1]:
+                _report(f"{model.label}: a chat ignores {', '.join(ignored)} of its generation settings")
         if without := [model for model in models if not model.has_template]:
             names = " and ".join(model.label for model in without)
             if system is not None:
@@ -392,47 +397,7 @@ def faster_dtype() -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def load_model(folder: Path, *, class_name: str, dtype: torch.dtype, remedy: str) -> Any:
-    """Load the weights of a folder with a class of transformers, without network access and without code from the folder.
-
-    Raises UserError if they cannot be loaded, or some are missing.
-    """
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-        loader = getattr(transformers, class_name)
-        model, info = loader.from_pretrained(folder, config=hf_config(folder), dtype=dtype, **options)
-    except Exception as error:  # for invalid files transformers may raise any exception
-        text = f"{folder}: the model cannot be loaded: {type(error).__name__}: {printable(str(error))}"
-        raise UserError(f"{text}; {remedy}") from error
-    if missing := sorted(info["missing_keys"]):  # transformers draws them at random
-        shown = ", ".join([*missing[:_MAX_NAMES], *["..."] * (len(missing) > _MAX_NAMES)])
-        raise UserError(f"{folder} must have all weights of the model, got none for {shown}; {remedy}")
-    return model
-
-
 def to_device(model: Any) -> Any:
     """Return a model for inference on this machine's GPU, or on its CPU."""
     device.select()
     return model.to(device.current_device()).eval()
-
-
-def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
-    remedy = "download it again, or export it again with nemo-kto export"
-    model = load_model(folder, class_name=auto_class(folder), dtype=dtype, remedy=remedy)
-    if adapters is not None:
-        try:
-            from peft import PeftConfig, PeftModel
-        except ImportError:
-            text = f"{adapters}: the package peft must be installed for adapters ({ADAPTER_CONFIG}), got none"
-            raise UserError(f"{text}; pip install peft, or name the run, whose merged model is used") from None
-        config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
-        config.megatron_config = None  # PEFT would import the module that megatron_core names
-        try:
-            named = {"config": config, "key_mapping": key_mapping(adapters, folder), "local_files_only": True}
-            model = PeftModel.from_pretrained(model, str(adapters), **named).merge_and_unload()
-        except ValueError as error:  # for modules that it refuses, such as out_proj of Mamba-2
-            text = f"{adapters}: peft must load the adapters, got {printable(str(error))}"
-            raise UserError(f"{text}; name the run, whose merged model is used") from None
-    return to_device(model)

@@ -18,6 +18,7 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, best_of, find_check
 from nemo_kto.artifacts.hub import HUB, is_hub_name, local_folder, pin
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.sources import is_peft_folder, is_whole_model, remedy_for_missing
+from nemo_kto.chat.opening import trial
 from nemo_kto.cli import integer_from, number
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.device import device
@@ -143,11 +144,13 @@ def load_models(named: Mapping[str, Path]) -> list[ChatModel]:
     """Load the models in the folders that :func:`find_model` has found, by their names in the output."""
     bases = {label: base_of_adapters(folder) for label, folder in named.items()}
     gc.enable()  # `nemo-kto` disables it for commands that end soon
-    from nemo_kto.chat.session import ChatModel, faster_dtype
+    with contextlib.closing(trial):
+        trial.start()
+        from nemo_kto.chat.session import ChatModel, faster_dtype
 
-    take_over()
-    dtype = faster_dtype()
-    return [ChatModel(label=label, folder=folder, base=bases[label], dtype=dtype) for label, folder in named.items()]
+        take_over()
+        how = {"dtype": faster_dtype()}
+        return [ChatModel(label=label, folder=folder, base=bases[label], **how) for label, folder in named.items()]
 
 
 def find_model(argument: str, name: str) -> Path:

@@ -124,6 +124,7 @@ def test_output_and_errors_of_commands(
 
 class Echo:
     label, has_template = FOREIGN, True
+    settings: tuple[dict[str, object], list[str]] = ({}, [])
 
     def answer(self, messages: object, sampling: object, *, show: object) -> Answer:
         show(FOREIGN)  # type: ignore[operator]

@@ -228,6 +228,22 @@ AT_START: dict[str, tuple[Break, Message]] = {
         header(lambda known: known[NORM].update(shape=[9])),
         Message("contradicts", "itself"),
     ),
+    "weights that overlap": (
+        header(lambda known: known[NORM].update(data_offsets=[0, 32])),
+        Message(WEIGHTS, "byte 0 instead of", "download"),
+    ),
+    "a number as metadata": (
+        header(lambda known: known.update(__metadata__={"a": 1})),
+        Message(WEIGHTS, "metadata", "{'a': 1}", "strings", "download"),
+    ),
+    "an empty weight of 2^70 rows": (
+        header(lambda known: known.update(more={"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]})),
+        Message(WEIGHTS, "the number 1180591620717411303424", "download"),
+    ),
+    "a name with half a character": (
+        header(lambda known: known.update({"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})),
+        Message(WEIGHTS, "surrogates", "download"),
+    ),
     "fp8": (shapes({}, "F8_E4M3"), Message("F8_E4M3", "F64", "F32", "F16", "BF16")),
     "the index names a file that is not there": (
         indexed({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}),

@@ -42,6 +42,12 @@ GOOD, BAD = {"role": "assistant", "content": "Yes, it is."}, {"role": "assistant
 OF_PARTS = ("idefics3", "llava_next", "smolvlm")  # write nothing, or fail, if the content of a message is a text
 
 
+@pytest.fixture(autouse=True)
+def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of a template starts an interpreter."""
+    monkeypatch.setattr("nemo_kto.data.tokens.chat._TRIAL_ROWS", 0)
+
+
 @pytest.fixture(params=["qwen2_5", "qwen3"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     """The byte-level tokenizer with the chat template of a real model, as TRL ships it."""
@@ -53,7 +59,6 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 def texts(tokenizer: PreTrainedTokenizerBase, record: KTORecord) -> tuple[str, str]:
     encoder = RecordEncoder(tokenizer=tokenizer)
-    encoder.stop_ids(trial=False)  # the trial of a template starts an interpreter
     (example,) = encoder.encode([record])
     assert isinstance(example, EncodedExample), example
     return str(tokenizer.decode(example.prompt_ids)), str(tokenizer.decode(example.response_ids))
@@ -261,7 +266,6 @@ def test_no_template_of_trl_loses_text(kind: str) -> None:
     for file in files:
         made.chat_template = file.read_text()
         encoder = RecordEncoder(tokenizer=made)
-        encoder.stop_ids(trial=False)
         (example,) = encoder.encode([record])
         of_parts = file.stem.removesuffix("_training") in OF_PARTS
 
@@ -389,7 +393,6 @@ def test_thoughts_continue_the_prompt_of_inference(template: str, answer: dict, 
         assert rest == expected[1]
         return
     encoder = RecordEncoder(tokenizer=made)
-    encoder.stop_ids(trial=False)
     (wrong,) = encoder.encode([record])
     assert isinstance(wrong, LostTextError)
     assert str(wrong) == Message("chat template", "model.data.drop=[unlabelled,lost_text]")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.artifacts.content import quick_hash
+from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.cli import integer_from
 from nemo_kto.cli.chat import add_sampling, base_of_adapters, check_sampling, find_model, load_models
 from nemo_kto.cli.rounds import add_server, make_endpoint, server_mistakes
@@ -121,9 +122,7 @@ def check_template(folder: Path, tasks: Sequence[Task]) -> None:
     """Raise UserError if prompts are messages, and the model has no chat template."""
     if all(isinstance(task.prompt, str) for task in tasks):
         return
-    from nemo_kto.data.tokens.chat import load_tokenizer
-
-    if not load_tokenizer(base_of_adapters(folder) or folder).chat_template:
+    if not has_chat_template(base_of_adapters(folder) or folder):
         text = f"prompts must be texts for {folder}, which has no chat template and continues them, got messages"
         raise UserError(f"{text}; use a model with a template, or texts without --system")
 

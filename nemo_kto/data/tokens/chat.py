@@ -28,14 +28,14 @@ from nemo_kto.data.rows.records import (
     RowError,
     TextOrMessages,
 )
+from nemo_kto.data.tokens.bounded import LimitError
 from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, NO_THOUGHTS, TOKEN_IDS, in_form, in_form_of
 from nemo_kto.data.tokens.continuation import continue_prompt
 from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
-from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
+from nemo_kto.data.tokens.template_trial import MAX_CHARACTERS, REMEDY, render_bounded, renderer
 from nemo_kto.errors import UserError, printable, show
 
 _TRIAL_ROWS = 100  # number of rows on which a chat template is tried
-_MAX_CHARACTERS = 10**7  # of a rendered row
 _MAX_END = 8  # tokens that may follow the text of an answer
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a chat template
 _THINKING = "enable_thinking"  # variable of many templates
@@ -144,10 +144,12 @@ class RecordEncoder:
         vocab_size: int | None = None,
         apply_chat_template: bool = False,
         date: datetime | None = None,
+        bounded: bool = False,
     ) -> None:
         """Prepare encoding; the tokenizer must have an EOS. ``vocab_size`` (None if unknown) limits the token ids.
 
-        ``date`` is the time that a chat template writes with strftime_now; None for now.
+        ``date`` is the time that a chat template writes with strftime_now; None for now. ``bounded``: each row is rendered
+        with limits, and not only the first ones.
         """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
@@ -160,7 +162,8 @@ class RecordEncoder:
         self.apply_chat_template = apply_chat_template
         self.has_chat_template = tokenizer.chat_template is not None
         self._template = str(tokenizer.chat_template)
-        self._date = date or datetime.now()
+        self._date, self._bounded, self._has_limits = date or datetime.now(), bounded, bounded
+        self._failed: LastRowError | None = None  # of this row, at a limit
         self._plans: dict[Hashable, Plan | LostTextError] = {}  # signature of rows -> how they are rendered
         self._dated: dict[str, str] = {}  # chat template -> the same with the date in it
         self._folder = Path(tokenizer.name_or_path)
@@ -201,17 +204,14 @@ class RecordEncoder:
         examples = self.encode([_unanswered(record, as_messages=self.apply_chat_template) for record in records])
         return [example if isinstance(example, RowError) else example.prompt_ids for example in examples]
 
-    def stop_ids(self, *, trial: bool = True) -> frozenset[int]:
+    def stop_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer: the EOS, those that the model's files declare, and the template's.
 
-        The template's are the special tokens after the text of an answer. ``trial``: as for the first rows of data, which
-        takes seconds.
+        The template's are the special tokens after the text of an answer.
         """
         turn: list[Message] = [{"role": "user", "content": "?"}]
         answered = KTORecord(prompt=turn, response=[{"role": "assistant", "content": "!"}], desirable=True, line=1)
         ids = {self._eos_id, *self._declared_stop_ids()}
-        if not trial:
-            _tried_templates.add(self._template)
         for example in self.encode([answered] if self.has_chat_template else []):
             for number in reversed(example.response_ids if isinstance(example, EncodedExample) else []):
                 if number in self._special_ids:
@@ -257,10 +257,13 @@ class RecordEncoder:
         return encoded["input_ids"]
 
     def _texts(self, records: Sequence[KTORecord]) -> list[_Text | RowError]:
-        """Return the texts of each record; a LastRowError for the first row at a limit and all rows of messages after it."""
-        failed = self._try_template(records)
+        """Return the texts of each record; a LastRowError for the first row at a limit and all rows of messages after it.
+
+        The first rows of messages of a process are rendered with limits.
+        """
         texts: list[_Text | RowError] = []
-        last: LastRowError | None = None
+        last, self._failed = None, None
+        is_tried, tried = self._template in _tried_templates, 0
         for record in records:
             text: _Text | RowError
             if isinstance(record.prompt, str) and isinstance(record.response, str):
@@ -269,25 +272,15 @@ class RecordEncoder:
             elif last is not None:
                 text = last
             else:
-                text = failed[1] if failed is not None and record is failed[0] else self._render_row(record)
+                self._has_limits = self._bounded or (not is_tried and tried < _TRIAL_ROWS)
+                tried += self._has_limits
+                text = self._render_row(record)
                 last = text if isinstance(text, LastRowError) else None
             texts.append(text)
+        if tried and not self._bounded:
+            renderer.close()
+            _tried_templates.update({self._template} if last is None else ())
         return texts
-
-    def _try_template(self, records: Sequence[KTORecord]) -> tuple[KTORecord, LastRowError] | None:
-        """Try the template on the first rows of messages, once per process; return the first at a limit, and the error."""
-        first = [record for record in records if isinstance(record.prompt, list)][:_TRIAL_ROWS]
-        if not first or self._template in _tried_templates:
-            return None
-        rows = []
-        for record in first:
-            with contextlib.suppress(ValueError):  # no template: the rendering names the reason
-                variables = {**self._tokenizer.special_tokens_map, **record.template}
-                rows.append(Conversation(self._dated_template(record.template), record.prompt, record.response, variables))
-        failed = try_template(rows, name=self._template_name)
-        if failed is None:
-            _tried_templates.add(self._template)
-        return None if failed is None else (first[failed[0]], failed[1])
 
     def _render_row(self, record: KTORecord) -> _Text | RowError:
         assert isinstance(record.prompt, list)
@@ -305,9 +298,6 @@ class RecordEncoder:
             whole, answer = continue_prompt(self._render, messages, answered, variables, shown=prompt)
         except RowError as error:
             return error
-        if len(whole) > _MAX_CHARACTERS:
-            message = f"{self._template_name} must render a row as at most {_MAX_CHARACTERS:,} characters"
-            return LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
         if answer is None:
             remedy = f"leave out {_THINKING}, or {REMEDY}" if _THINKING in record.template else REMEDY
             return LostTextError(
@@ -344,7 +334,7 @@ class RecordEncoder:
                     special=self._special_tokens,
                     stops=self._stops,
                 )
-            if found is None:
+            if found is None or self._failed is not None:
                 return Plan()
             self._plans[shape] = found
         return self._plans[shape]
@@ -357,17 +347,21 @@ class RecordEncoder:
         return self._dated[template]
 
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+        if self._failed is not None:
+            raise self._failed
         try:
-            template = self._dated_template(variables)
-            rendered = self._tokenizer.apply_chat_template(
-                in_form_of(template, messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                chat_template=template,
-                **variables,
-            )
-        except MemoryError as error:
-            raise LastRowError(out_of_memory(self._template_name)) from error
+            template, how = self._dated_template(variables), {"add_generation_prompt": add_generation_prompt}
+            if self._has_limits:
+                given = {**self._tokenizer.special_tokens_map, **variables}
+                rendered: Any = render_bounded(template, messages, given, **how)
+            else:
+                given = {"tokenize": False, "chat_template": template, **how, **variables}
+                rendered = self._tokenizer.apply_chat_template(in_form_of(template, messages), **given)
+            if len(rendered) > MAX_CHARACTERS:
+                raise LimitError(f" as at most {MAX_CHARACTERS:,} characters, got more")
+        except (LimitError, MemoryError) as error:
+            self._failed = LastRowError(f"{self._template_name} must render a row{error or ' with less memory'}; {REMEDY}")
+            raise self._failed from error
         except Exception as error:  # a template is a program and may raise any exception
             message = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
             raise RowError(f"{message}; {REMEDY}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,18 +40,18 @@ def _reads_parts(template: str) -> bool:
     Such a template takes the characters of a text for parts, and writes nothing or raises an error.
     """
     turns: list[Mapping[str, Any]] = [{"role": "user", "content": MARK}, {"role": "assistant", "content": "!"}]
-    as_texts, in_parts = (MARK in (_rendered(template, each) or "").lower() for each in (turns, as_parts(turns)))
-    return in_parts and not as_texts
+    with_mark = [False, False]
+    for number, each in enumerate((turns, as_parts(turns))):
+        with contextlib.suppress(Exception):  # a template is a program and may raise any exception
+            with_mark[number] = MARK in rendered(template, each, _NAMES).lower()
+    return with_mark == [False, True]
 
 
-def _rendered(template: str, turns: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return turns as a template writes them; None if it refuses them."""
+def rendered(template: str, turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Return turns as a template writes them; raises any exception."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    try:
-        (text,), _ = render_jinja_template([list(turns)], chat_template=template, **_NAMES)
-    except Exception:  # a template is a program and may raise any exception
-        return None
+    (text,), _ = render_jinja_template([list(turns)], chat_template=template, **variables)
     return str(text)
 
 

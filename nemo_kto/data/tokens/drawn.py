@@ -13,8 +13,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.records import KTORecord, Message, TextOrMessages
+from nemo_kto.data.tokens.bounded import LimitError, WorkError
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.content import MARK, TOKEN_IDS
+from nemo_kto.data.tokens.template_trial import parse_bounded
 
 _THOUGHTS = ("reasoning_content", "thinking")  # names of the field in chat templates
 _CONTENT, _THOUGHT, _NAME = (f"{MARK}{letter}" for letter in "CTN")
@@ -118,9 +120,9 @@ def _forms(
 ) -> Iterator[TextOrMessages]:
     """Yield the forms that a drawn text may have in a row; ``written`` returns the text of a message after the prompt."""
     yield from dict.fromkeys((text.strip(), text))
-    if getattr(tokenizer, "response_template", None):
-        with contextlib.suppress(Exception):  # it has patterns and conversions of the model's author
-            yield _plain({"content": "", **tokenizer.parse_response(text, prefix=prompt)})
+    if pattern := getattr(tokenizer, "response_template", None):
+        with contextlib.suppress(LimitError, WorkError):  # it has patterns and conversions of the model's author
+            yield _plain({"content": "", **parse_bounded(pattern, text, prefix=prompt)})
     for message in _PROBES:
         found = _parts(written([message]), text)
         if found and all(part in found for name, part in _PARTS.items() if message.get(name)):

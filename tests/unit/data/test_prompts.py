@@ -110,16 +110,16 @@ PHI3 = (
 )
 
 
-@pytest.mark.parametrize("trial", [True, False])
-def test_an_answer_ends_with_all_tokens_after_its_text_and_those_of_the_files(trial: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bounded", [True, False])
+def test_an_answer_ends_with_all_tokens_after_its_text_and_those_of_the_files(bounded: bool, tmp_path: Path) -> None:
     """Phi-3's template ends a turn with <|end|>, a new line and the EOS; its generation_config.json lists others too."""
     tokenizer = chatml_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|assistant|>", "<|user|>"]})
     tokenizer.chat_template = PHI3
     end, eos = tokenizer.convert_tokens_to_ids(["<|end|>", tokenizer.eos_token])
     tokenizer.name_or_path = str(tmp_path)
-    assert RecordEncoder(tokenizer=tokenizer).stop_ids(trial=trial) == {end, eos}
+    assert RecordEncoder(tokenizer=tokenizer, bounded=bounded).stop_ids() == {end, eos}
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert RecordEncoder(tokenizer=tokenizer).stop_ids(trial=trial) == {end, eos, 7}
+    assert RecordEncoder(tokenizer=tokenizer, bounded=bounded).stop_ids() == {end, eos, 7}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9, None]}))
-    assert RecordEncoder(tokenizer=tokenizer).stop_ids(trial=trial) == {end, eos, 8, 9}
+    assert RecordEncoder(tokenizer=tokenizer, bounded=bounded).stop_ids() == {end, eos, 8, 9}

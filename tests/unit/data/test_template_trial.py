@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.content import MARK
 from nemo_kto.data.tokens.part_files import Tokeniser
-from nemo_kto.data.tokens.template_trial import Conversation, try_template
+from nemo_kto.data.tokens.template_trial import _render
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer
@@ -35,7 +37,7 @@ WITHOUT_END = {
     ),
     "a long output": (
         "{{ 'x' * 10**7 }}",
-        ("10,000,000", "10,000,067", "template", "strings"),
+        ("10,000,000", "more", "template", "strings"),
     ),
 }
 
@@ -45,8 +47,9 @@ def record(text: str, line: int) -> KTORecord:
     return KTORecord(prompt=[user], response=[answer], desirable=True, line=line)
 
 
-def conversation(text: str, template: str) -> Conversation:
-    return Conversation(template, record(text, 1).prompt, record(text, 1).response, {})
+def rendered(text: str, template: str) -> EncodedExample | RowError:
+    (example,) = RecordEncoder(tokenizer=chatml_tokenizer(template), bounded=True).encode([record(text, 1)])
+    return example
 
 
 @pytest.mark.parametrize(
@@ -96,74 +99,76 @@ def test_only_the_first_row_is_rendered_with_limits() -> None:
     assert type(broken) is RowError
     assert "of this row" in str(broken)
     assert type(limit) is LastRowError
-    assert str(limit) == Message("10,000,000", "10,000,068", "template", "strings")
+    assert str(limit) == Message("10,000,000", "more", "template", "strings")
     assert after is limit
     assert isinstance(plain, EncodedExample)
 
 
 def test_a_template_is_tried_once_and_only_on_rows_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials: list[list[str]] = []
+    trials: list[str] = []
 
-    def tried(rows: list[Conversation], *, name: str) -> None:
-        trials.append([str(row.prompt) for row in rows])
+    def tried(template: str, messages: list[dict[str, str]], variables: dict[str, str], **how: bool) -> str:
+        trials.append(messages[0]["content"])
+        return _render(template, messages, {**variables, **how})
 
-    monkeypatch.setattr(chat, "try_template", tried)
+    monkeypatch.setattr(chat, "render_bounded", tried)
     monkeypatch.setattr(chat, "_tried_templates", set())
     encoder = RecordEncoder(tokenizer=chatml_tokenizer())
     encoder.encode([KTORecord(prompt="a", response="b", desirable=True, line=1)])
     assert not trials
     encoder.encode([record(f"{n}", n) for n in range(200)])
     encoder.encode([record("more", 1)])
-    assert trials == [[str(record(f"{n}", n).prompt) for n in range(100)]]
+    assert {text for text in trials if MARK not in text} == {f"{n}" for n in range(100)}
 
 
 def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(self: object) -> bytes:
+    def ended(*_: object) -> bytes:
         for child in multiprocessing.active_children():
             child.kill()
         raise EOFError
 
     monkeypatch.setattr(Connection, "recv_bytes", ended)
-    monkeypatch.setattr(template_trial, "MAX_SECONDS", 60)
-    looping = conversation("hi", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    failed = try_template([looping], name="T")
-    assert failed is not None
-    assert str(failed[1]) == Message("T", "-9", "template", "strings")
+    assert str(rendered("hi", CHATML)) == Message("chat template", "-9", "template", "strings")
 
 
 def test_probes_of_rows_have_the_limits_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.2)
     endless, _ = WITHOUT_END["nested ranges"]
     template = "{% if '" + MARK + "x0x' in messages[0]['content'] %}" + endless + "{% endif %}" + CHATML
-    failed = try_template([conversation("hi", template)], name="T")
-    assert failed is not None
-    assert str(failed[1]) == Message("T", *TIME)
+    assert str(rendered("hi", template)) == Message("chat template", *TIME)
 
 
 def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: object) -> bytes:
+    def interrupted(*_: object) -> bytes:
         raise KeyboardInterrupt
 
+    template_trial.renderer.close()
     others = set(multiprocessing.active_children())  # ranks of other tests in this process
     monkeypatch.setattr(Connection, "recv_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        try_template([conversation("hi", CHATML)], name="T")
+        rendered("hi", CHATML)
     assert set(multiprocessing.active_children()) <= others
 
 
 def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child that renders templates ignores the signals that a scheduler sends to all processes."""
-    receive = Connection.recv_bytes
-    received: list[bytes] = []
+    receive, received = Connection.recv_bytes, list[bytes]()
+    template_trial.renderer.close()
     others = set(multiprocessing.active_children())  # ranks of other tests in this process
 
-    def signalled(self: Connection) -> bytes:
-        received.append(receive(self))
+    def signalled(self: Connection, limit: int) -> bytes:
+        received.append(receive(self, limit))
         for child in set(multiprocessing.active_children()) - others:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(child.pid or 0, number)
         return received[-1]
 
     monkeypatch.setattr(Connection, "recv_bytes", signalled)
-    assert try_template([conversation("hi", CHATML)] * 20, name="T") is None
-    assert len(received) == 20
+    assert isinstance(rendered("hi", CHATML), EncodedExample)
+    assert len(received) > 2
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    """Although it ignores the signal by which Python ends it."""
+    program = "from nemo_kto.data.tokens.template_trial import renderer\nrenderer(abs, -1, max_seconds=9)\nprint('done')"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100).stdout == "done\n"

@@ -309,7 +309,8 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
 ) -> None:
     runs = [write_run(tmp_path / "runs" / name, healthy(10)) for name in ("first", "second")]
     export = make_checkpoint(runs[1] / "hf", "llama", seed=1, num_hidden_layers=1, max_position_embeddings=256)
-    (export / INDEX).write_text(json.dumps({"metadata": {"written_by": WRITTEN_BY}}))
+    weight_map = dict.fromkeys(load_file(export / SINGLE), SINGLE)
+    (export / INDEX).write_text(json.dumps({"metadata": {"written_by": WRITTEN_BY}, "weight_map": weight_map}))
     drawing = ["-n", "2", "--max-new-tokens", "6", "--seed", "3"]
     for _ in range(2):
         run(runs[1], small_model, prompts, "--score", "$SCORES.length", *drawing)

@@ -42,9 +42,9 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
 
 def tools(template: str) -> tuple[PreTrainedTokenizerBase, RecordEncoder, frozenset[int]]:
     made = tokenizer_of(template)
-    encoder = RecordEncoder(tokenizer=made)
+    encoder = RecordEncoder(tokenizer=made, bounded=True)
     ends = {made.convert_tokens_to_ids(token) for token in ENDS if token in made.get_vocab()}
-    return made, encoder, encoder.stop_ids(trial=False) | ends
+    return made, encoder, encoder.stop_ids() | ends
 
 
 def encoded(encoder: RecordEncoder, response: TextOrMessages) -> EncodedExample | RowError:
@@ -123,8 +123,8 @@ def test_the_form_of_a_drawn_answer(template: str, text: str, answer: TextOrMess
 def test_a_text_keeps_the_division_into_tokens_that_was_drawn() -> None:
     made = tokenizer_of(CHATML)
     made.add_tokens(["Yes"])
-    encoder = RecordEncoder(tokenizer=made)
-    stop_ids = encoder.stop_ids(trial=False)
+    encoder = RecordEncoder(tokenizer=made, bounded=True)
+    stop_ids = encoder.stop_ids()
     prompt_ids = made(made.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True))["input_ids"]
     letters = made.convert_tokens_to_ids(["Y", "e", "s", "."])
     drawn = read_drawn(
