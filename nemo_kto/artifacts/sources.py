@@ -131,9 +131,7 @@ def check_files(folder: Path, adapters: Path | None) -> int:
     config = read_json(file_inside(folder, CONFIG))
     names = config.get("architectures")
     if wrong := file_errors(ModelFields, {"architectures": names}):
-        raise UserError(
-            f"{folder / CONFIG}: {'; '.join(wrong.values())}; download it again, or write it with save_pretrained"
-        )
+        raise UserError(f"{folder / CONFIG}: {'; '.join(wrong.values())}; correct it, or choose another model")
     if names and names[0] in (*FAMILIES, *(family.hf_architecture for family in MULTIMODAL)):
         read_config_file(folder)
     files = {tensor.file for tensor in find_weights(folder, quantized=True).values()}

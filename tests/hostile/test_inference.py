@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[Break, Message, dict[str, str]]] = {
         content(ADAPTER_CONFIG, b'{"base_model_name_or_path": "/nowhere"}'), Message("model", ADAPTER_CONFIG, "move"),
         TRAIN | CHAT | REWARD),
     "100,000 layers": (
-        config(num_hidden_layers=100_000), Message("num_hidden_layers", "100000", "10000", "download"),
+        config(num_hidden_layers=100_000), Message("num_hidden_layers", "100000", "10000", "choose another model"),
         TRAIN | PLAN | CHAT | REWARD),
     "100,000 layers of a family that cannot be trained": (
         config(architectures=["StableLmForCausalLM"], model_type="stablelm", num_hidden_layers=100_000),
@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Break, Message, dict[str, str]]] = {
     "10^12 parameters": (
         config(architectures=["Other"], vocab_size=10**12), Message("config.json", "parameters", "download"), CHAT_ONLY),
     "an architecture that is a number": (
-        config(architectures=[5]), Message("config.json", "architectures", "[5]", "download"),
+        config(architectures=[5]), Message("config.json", "architectures", "[5]", "choose another model"),
         TRAIN | PLAN | CHAT | REWARD),
     "a template without end": (content(TEMPLATE, ENDLESS), TIME, CHAT),
     "a template without end of a reward model": (both(AS_REWARD_MODEL, content(TEMPLATE, ENDLESS)), TIME, REWARD),
@@ -137,7 +137,7 @@ ADAPTERS: dict[str, tuple[Break, Message, dict[str, str]]] = {
         Message("adapter", "peft", "mismatch for", "q_proj", "name the run"), ADAPTED),
     "weights of one layer": (
         shapes({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": None}, file=ADAPTER_WEIGHTS),
-        Message("adapter", "peft", "missing", "q_proj", "name the run"), ADAPTED),
+        Message("adapter", "must have all weights", "q_proj", "name the run"), ADAPTED),
     "a rank of 10^9": (
         fields(ADAPTER_CONFIG, r=10**9), Message(ADAPTER_CONFIG, "parameters", "bytes"), {"chat": ADAPTED["chat"]}),
     "modules by an endless expression": (
