@@ -19,6 +19,7 @@ from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
 from nemo_kto.errors import printable
 
 _OUT_OF_MEMORY = 3  # exit status
+_EXIT_SECONDS = 60  # to free the memory, on a busy machine
 _MAX_ANSWER_BYTES = 2**27
 
 
@@ -77,7 +78,7 @@ class BoundedProcess:
             connection.send((work, arguments, max_seconds))
             answer = json.loads(connection.recv_bytes(_MAX_ANSWER_BYTES))
         except (EOFError, OSError):  # it has ended
-            process.join(timeout=1)
+            process.join(timeout=_EXIT_SECONDS)
             status = self.close()
             text = f", but ended its process with exit code {status}"
             if status == -signal.SIGPROF:
