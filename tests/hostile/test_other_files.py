@@ -108,13 +108,13 @@ def ones(*shape: int) -> Tensor:
 WHOLE = {"images": IMAGES, "experts": ROUTED, "mxfp4": MXFP4}  # other configurations; the others are of a llama
 CASES: dict[str, dict[str, tuple[Break, Message]]] = {
     "images": {
-        "no text_config": (config(text_config=GONE), Message("text_config", "mistral3", "none", "download")),
-        "text_config is a list": (config(text_config=[1]), Message("text_config", "object", "[1]", "download")),
+        "no text_config": (config(text_config=GONE), Message("text_config", "mistral3", "none", "choose another model")),
+        "text_config is a list": (config(text_config=[1]), Message("text_config", "object", "[1]", "choose another model")),
         "another text model": (
             text(model_type="mixtral"),
             Message("model_type", "text_config", "ministral3", "mistral4", "'mixtral'"),
         ),
-        "a text model without size": (text(hidden_size=0), Message("hidden_size", "1", "0", "save_pretrained")),
+        "a text model without size": (text(hidden_size=0), Message("hidden_size", "1", "0", "choose another model")),
         "heads of the text model": (text(num_key_value_heads=3), Message("num_attention_heads", "2", "3")),
         "model_type of a text model": (config(model_type="mistral"), Message("model_type", "'mistral3'", "'mistral'")),
         "ties are a string": (config(tie_word_embeddings="yes"), Message("tie_word_embeddings", "yes")),
