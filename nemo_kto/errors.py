@@ -24,7 +24,7 @@ _IN_TEXT: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
     (re.compile(rf"([?&][\w.-]*{SECRET}=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # Hugging Face's tokens
 )
-_WINDOW = 2**16  # characters at the ends of a text that is cut, in which secrets are searched
+_WINDOW = 2**13  # characters at the ends of a text that is cut, in which secrets are searched
 _BACKSLASHES = r"\\++"
 
 
