@@ -18,12 +18,13 @@ HIDDEN = "***"
 _MIN_LENGTH = 8  # of a secret in the environment; a shorter one would also match ordinary words
 SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"  # nosec B105  # names of secrets
 SECRET_NAME = re.compile(rf"(?:^|_){SECRET}$", re.IGNORECASE)
-_IN_TEXT = (
-    (re.compile(r"(?<=://)[^\s'\"]{1,1000}(?=@)"), HIDDEN),  # credentials in a URL: user:password, or a token
+_IN_TEXT: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    # credentials in a URL: user:password, or a token
+    (re.compile(r"(?<=://)[^\s'\"]+"), lambda url: HIDDEN + url[0][at:] if (at := url[0].rfind("@")) > 0 else url[0]),
     (re.compile(rf"([?&][\w.-]*{SECRET}=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # Hugging Face's tokens
 )
-_WINDOW = 2**16  # characters at the ends of a text that is cut, in which secrets are searched
+_WINDOW = 2**13  # characters at the ends of a text that is cut, in which secrets are searched
 _BACKSLASHES = r"\\++"
 
 
@@ -44,7 +45,7 @@ def without_secret(text: str, secret: str) -> str:
 
 @lru_cache(maxsize=64)
 def _quoted(secret: str) -> re.Pattern[str]:
-    pattern = ""
+    pattern = r"(?<!\\)" if _forms(secret[0])[0].startswith("\\") else ""  # begins before all backslashes: linear time
     for part in re.findall(r"\s+|\\+|\S", secret):
         forms = "|".join(dict.fromkeys(form for char in part for form in _forms(char)))
         pattern += rf"(?:(?:\s|{forms})++|(?:\s|{forms}|[+?])++)" if part.isspace() else f"(?:{forms})"

@@ -154,7 +154,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     for ending in (signal.SIGTERM, signal.SIGHUP):  # so that a server is stopped, too
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # as SIGHUP under nohup
+            signal.signal(ending, lambda number, _: sys.exit(128 + number))
     flags = parse()
     threshold = [] if flags.threshold is None else ["--threshold", flags.threshold]
     model, first_answers = flags.model, flags.out / "1" / "answers.jsonl"

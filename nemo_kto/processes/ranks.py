@@ -250,10 +250,14 @@ def confirm_end() -> None:
 def _watch_threads() -> None:
     """Name the threads that keep this process alive _THREAD_SECONDS after its main thread has ended."""
 
+    ended = threading.Event()
+    threading._register_atexit(ended.set)  # type: ignore[attr-defined]  # before a ThreadPoolExecutor waits for its threads
+
     def watch() -> None:
-        threading.main_thread().join()
+        ended.wait()
         time.sleep(_THREAD_SECONDS)
-        if names := [repr(thread.name) for thread in threading.enumerate() if not thread.daemon and thread.is_alive()]:
+        others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+        if names := [repr(thread.name) for thread in others if not thread.daemon]:
             print_error(
                 f"nemo-kto: rank {os.environ.get('RANK', '0')} is finished, but waits for {plural(len(names), 'thread')}: "
                 f"{', '.join(names)}; end the threads of a callback in on_fit_end, or start them with daemon=True"

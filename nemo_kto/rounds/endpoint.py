@@ -34,6 +34,7 @@ _MAX_UNANSWERED = 10  # tasks in a row
 _MAX_SECONDS = 600.0  # of an attempt, after which there is no further one; an answer may wait behind many others
 _REPORT_SECONDS = 10.0  # between two lines about a server that sends nothing
 _MAX_BYTES = 2**24  # of a reply
+_UNBOUNDED = re.compile("br|zstd|(?:gzip|deflate).*(?:gzip|deflate)", re.IGNORECASE)  # encodings of any size in memory
 _CHAT = "/chat/completions"
 _VERSION = re.compile(r"[^/]/v\d+\w*(?=/|$)")  # in the path of a URL: /v1, /api/paas/v4, /v1beta/openai
 # Settings that some models refuse, and the names that these have for them
@@ -68,6 +69,7 @@ class Endpoint:
         """
         refuse_broken("--model", model or "")
         self._base, self._option, self._concurrency, self._key = _base(url, option), option, concurrency, _key()
+        self._quoted = self._key if re.search(r"\d", self._key) else ""  # others are placeholders, such as "anything"
         headers = {"Accept-Encoding": "gzip, deflate"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         timeout, limits = httpx.Timeout(None, connect=10.0), httpx.Limits(max_connections=None)
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
@@ -186,7 +188,7 @@ class Endpoint:
         def receive() -> None:
             try:
                 with self._client.stream(method, self._base + path, **arguments) as response:
-                    if re.search("br|zstd", encoding := response.headers.get("content-encoding", "")):
+                    if _UNBOUNDED.search(encoding := response.headers.get("content-encoding", "")):
                         raise ValueError(f"a reply with Content-Encoding {encoding}, whose size is unlimited")
                     body = bytearray()
                     for chunk in response.iter_bytes():
@@ -221,7 +223,7 @@ class Endpoint:
     def _read(self, response: httpx.Response, body: bytes, read: Callable[[Any], T | NoAnswer]) -> T | NoAnswer:
         if len(body) > _MAX_BYTES:
             return NoAnswer(f"a reply of more than {_MAX_BYTES:,} bytes", "allow fewer tokens, or leave the prompt out")
-        status, text = response.status_code, without_secret(body.decode("utf-8", "replace"), self._key)
+        status, text = response.status_code, body.decode("utf-8", "replace")
         if response.is_success:
             try:
                 return read(self._public(json.loads(body)))
@@ -235,9 +237,9 @@ class Endpoint:
         raise self._no_server(problem)
 
     def _public(self, value: Any) -> Any:
-        """Return JSON without lone surrogates, which no file takes, and without the key, which a server may quote."""
+        """Return JSON without lone surrogates, which no file takes, and without a key that the server quotes."""
         if isinstance(value, str):
-            return without_secret(value.encode("utf-8", "replace").decode(), self._key)
+            return without_secret(value.encode("utf-8", "replace").decode(), self._quoted)
         if isinstance(value, dict):
             return {self._public(name): self._public(inner) for name, inner in value.items()}
         return [self._public(inner) for inner in value] if isinstance(value, list) else value

@@ -26,7 +26,7 @@ class RowFile:
 
         A last line that a killed process left incomplete is removed.
         """
-        self.path = path
+        self.path, self._target = path, os.path.realpath(path)
         self.rows: list[dict[str, Any]] = []
         self.lock = threading.RLock()
         self._file = file
@@ -81,8 +81,13 @@ class RowFile:
         return line
 
     def _refuse_other_writers(self) -> None:
-        if (size := os.fstat(self._file.fileno()).st_size) != self._ends[-1]:
-            got = f"got {size:,} bytes instead of {self._ends[-1]:,}"
+        found = os.fstat(self._file.fileno())
+        try:
+            is_here = os.path.samestat(os.stat(self._target), found)  # not after an editor that writes a new file
+        except OSError:
+            is_here = False
+        if not is_here or found.st_size != self._ends[-1]:
+            got = f"got {found.st_size:,} bytes instead of {self._ends[-1]:,}" if is_here else "got another file, or none"
             raise UserError(f"{self.path} must be changed by this command alone, {got}; start the command again")
 
     def _write(self, content: bytes) -> None:

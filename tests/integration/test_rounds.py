@@ -189,6 +189,18 @@ def test_the_server_ends_with_the_script(ending: signal.Signals, port: int, tmp_
     assert not is_alive(server)
 
 
+def test_a_script_under_nohup_outlives_its_terminal(port: int, tmp_path: Path) -> None:
+    command = ["nohup", *with_server(tmp_path, f"{sys.executable} serve.py {port}", f"http://127.0.0.1:{port}")]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL) as script:
+        while not (tmp_path / "pid").exists():
+            assert script.poll() is None
+            time.sleep(0.05)
+        script.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            script.wait(2)
+        script.terminate()
+
+
 @pytest.mark.slow
 def test_rounds_continue_where_they_were_killed(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("".join(f"question {number}\n" for number in range(6)))

@@ -154,10 +154,17 @@ def test_too_many_open_files_are_found_among_the_causes_of_an_error() -> None:
     assert explain_open_files(first) is first
 
 
-def test_threads_that_keep_a_finished_rank_are_named() -> None:
+@pytest.mark.parametrize(
+    "start",
+    [
+        "threading.Thread(target=sys.stdin.read, name='upload_0').start()",
+        "ThreadPoolExecutor(thread_name_prefix='upload').submit(sys.stdin.read)",
+    ],
+)
+def test_threads_that_keep_a_finished_rank_are_named(start: str) -> None:
     code = (
-        "import sys, threading; from nemo_kto.processes import ranks; ranks._THREAD_SECONDS = 0;"
-        "threading.Thread(target=sys.stdin.read, name='upload').start(); ranks.confirm_end()"
+        "import sys, threading; from concurrent.futures import ThreadPoolExecutor; from nemo_kto.processes import ranks;"
+        f"ranks._THREAD_SECONDS = 0; {start}; ranks.confirm_end()"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "RANK": "3"}) as rank:
@@ -166,4 +173,4 @@ def test_threads_that_keep_a_finished_rank_are_named() -> None:
         line = rank.stderr.readline().decode()
         rank.stdin.close()  # the thread ends
         assert rank.wait() == 0
-    assert_names(line, "rank 3", "1 thread", "'upload'", "on_fit_end", "daemon=True")
+    assert_names(line, "rank 3", "1 thread:", "'upload_0'", "on_fit_end", "daemon=True")

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +163,19 @@ def test_a_file_that_another_program_changes_is_left_as_it_is(change: Callable[[
             with raises(UserError, str(file), "this command alone", f"{len(content)} bytes", "start the command again"):
                 write()
     assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda file: shutil.copy(file.rename(f"{file}~"), file)])
+def test_a_row_is_not_written_to_a_file_that_is_gone(change: Callable[[Path], object], tmp_path: Path) -> None:
+    """Some editors write a new file and give it the name."""
+    file = tmp_path / "rows.jsonl"
+    with open_rows(file, option="--out") as opened:
+        opened.append(row(1))
+        change(file)
+        for write in (opened.remove_last, lambda: opened.append(row(2))):
+            with raises(UserError, str(file), "this command alone", "got another file, or none", "start the command again"):
+                write()
+    assert not file.exists() or read(file) == [row(1)]
 
 
 def _sample(folder: Path, url: str) -> None:

@@ -91,8 +91,9 @@ def no_answer(charset: str) -> list[bytes]:
 BROKEN: dict[str, tuple[Callable[[], Sequence[bytes] | Iterator[bytes]], list[str]]] = {
     **{
         f"encoded as {name}": (partial(body, ANSWER, f"Content-Encoding: {name}"), [part, "6 attempts"])
-        for name, part in {"gzip": "DecodingError", "deflate": "DecodingError", "br": "br", "x, zstd": "zstd"}.items()
+        for name, part in {"gzip": "DecodingError", "deflate": "DecodingError", "br": "br", "x, ZSTD": "ZSTD"}.items()
     },
+    "encoded twice": (partial(body, ANSWER, "Content-Encoding: gzip, GZIP"), ["gzip, GZIP", "unlimited", "6 attempts"]),
     **{
         f"in {name}": (partial(no_answer, name), ["not JSON", "'+AOQ- no answer'", "6 attempts"])
         for name in ("zlib", "hex", "rot13", "undefined", "idna", "base64", "uu", "nowhere")
@@ -256,6 +257,12 @@ def test_a_key_that_a_server_quotes_is_not_written(
         shown = shown_by(command, server.url, capsys)
     assert not re.search("Q7x|sk-", shown), shown
     assert "***" in shown or command == "compare"
+
+
+def test_a_placeholder_as_a_key_is_left_in_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "anything")
+    with serving(lambda body: "Anything is not-needed.") as server:
+        assert Endpoint(url=server.url, option="--endpoint", concurrency=1).complete([]).text == "Anything is not-needed."
 
 
 @pytest.mark.parametrize("command", COMMANDS)
