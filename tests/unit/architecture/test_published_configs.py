@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.config_fields import LayerRopeFields
@@ -221,6 +222,8 @@ DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, ("short_factor", "l
             ("pair of channels", "64", "short_factor of 1", "long_factor of 1", "correct"),
         ),
         ("google--gemma-3-1b-it", {"query_pre_attn_scalar": 256.0}, None),
+        ("google--gemma-3-1b-it", {"architectures": None}, ("architectures", "Gemma3ForCausalLM", "got none", "add")),
+        ("google--gemma-3-1b-it", {"architectures": [], "model_type": "x"}, ("architectures", "a model", "got none", "add")),
         ("google--gemma-3-1b-it", {"attn_logit_softcapping": 30.0}, ("attn_logit_softcapping", "null", "30.0", "choose")),
     ],
 )
@@ -231,6 +234,37 @@ def test_single_fields(name: str, changes: dict[str, Any], parts: tuple[str, ...
         return
     with raises(UserError, *parts):
         read_architecture(tmp_path, tensor_parallel=1)
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_older_names_of_longrope(kind: str, tmp_path: Path) -> None:
+    """Of Phi-3-mini-128k, whose files had another one in each of three revisions."""
+    config = json.loads(AutoConfig.for_model("phi3", pad_token_id=0).to_json_string(use_diff=False))
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    config |= {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 4096, "rope_parameters": None}
+    config |= {"max_position_embeddings": 131_072, "rope_theta": 10_000.0}
+    read = [
+        read_architecture(write({**config, "rope_scaling": {**factors, kind: name}}, tmp_path), tensor_parallel=1)
+        for name in ("su", "yarn", "longrope")
+    ]
+    assert read[0] == read[1] == read[2]
+    assert read[0].rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+
+
+def test_other_names_of_the_numbers_of_experts(tmp_path: Path) -> None:
+    """Those that transformers accepts, in the place of the published ones; they were left out, and its defaults read."""
+    tried = set()
+    for name in OF_ARCHITECTURES.values():
+        config, expected = published(name), read_architecture(write(published(name), tmp_path), tensor_parallel=1)
+        text = config.get("text_config", config)
+        for other, own in CONFIG_MAPPING[expected.family.text_type or expected.family.name].attribute_map.items():
+            given = own if own in text else "num_experts"
+            if "experts" in own and other not in text and given in text:
+                changed = {other: text[given], **{each: value for each, value in text.items() if each != given}}
+                whole = {**config, "text_config": changed} if "text_config" in config else changed
+                assert read_architecture(write(whole, tmp_path), tensor_parallel=1) == expected, (name, other)
+                tried.add((expected.family.name, other))
+    assert {("gpt_oss", "num_experts"), ("mixtral", "num_experts"), ("deepseek_v3", "num_local_experts")} <= tried
 
 
 def test_long_lists_of_valid_elements_take_linear_time(tmp_path: Path) -> None:
