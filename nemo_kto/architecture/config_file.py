@@ -123,10 +123,10 @@ def _checked_fields(text: Mapping[str, Any], family: Family) -> tuple[dict[str, 
 
 def _renamed(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields with the family's names of the numbers of experts, for which transformers accepts others too."""
-    if (experts := family.experts) is None:
+    if (experts := family.experts) is None or family.one_part:  # the latter has dense models too, which read neither
         return dict(text)
     own = {"num_experts": experts.number, "num_local_experts": experts.number, "num_experts_per_tok": experts.chosen}
-    return {own[name]: text[name] for name in own if name in text} | text
+    return {own[name]: text[name] for name in own if name in text} | dict(text)
 
 
 def _without(value: object, key: str, removed: Collection[str]) -> object:

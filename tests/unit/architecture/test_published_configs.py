@@ -73,14 +73,15 @@ def test_recorded_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in counts()])
 def test_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    """By the reader and by ``nemo-kto plan``, whose error names the file once."""
+    """By the reader and by ``nemo-kto plan``, whose error names the file once, and no other file."""
     (parts,) = [parts for pattern, parts in REFUSED.items() if fnmatch(name, pattern)]
     with raises(UserError, *parts) as error:
         read_architecture(write(published(name), tmp_path), tensor_parallel=1)
     assert str(error.value).count("config.json") == 1
     assert "download" not in str(error.value)
-    with raises(UserError, *parts):
+    with raises(UserError, *parts) as error:
         plan.main(["kto", str(tmp_path)])
+    assert "tokenizer" not in str(error.value) and "model.safetensors" not in str(error.value)  # it reads neither
 
 
 # the last file of each architecture
