@@ -81,7 +81,7 @@ def test_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     assert "download" not in str(error.value)
     with raises(UserError, *parts) as error:
         plan.main(["kto", str(tmp_path)])
-    assert "tokenizer" not in str(error.value) and "model.safetensors" not in str(error.value)  # it reads neither
+    assert not re.search(r"tokenizer|model\.safetensors", str(error.value))  # it reads neither
 
 
 # the last file of each architecture
@@ -102,8 +102,8 @@ def test_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("model.Q4_K_M.gguf",), None, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
         (("model.Q4_K_M.gguf",), {}, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
         (("hf_quant_config.json",), {}, ("ModelOpt", "hf_quant_config.json", "unquantized")),
-        ((), {"quantization": {"group_size": 64, "bits": 4}}, ("4 bits in groups of MLX", "unquantized")),
-        ((), {"quantization_config": {"group_size": 64, "bits": 8}}, ("8 bits in groups of MLX", "unquantized")),
+        ((), {"quantization": {"group_size": 64, "bits": 4}}, ("got 4 bits in groups of MLX", "unquantized")),
+        ((), {"quantization_config": {"group_size": 64, "bits": 8}}, ("got 8 bits in groups of MLX", "unquantized")),
         ((), {"compression_config": {"quant_method": "compressed-tensors", "format": "dense"}}, ("'dense'", "unquantized")),
         ((), {"quantization_config": {"quant_method": "bitsandbytes"}}, ("'bitsandbytes'", "unquantized")),
         (
