@@ -151,26 +151,27 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """
     if (settings := quantization_settings(config)) is None:
         return None
-    method, got = str(settings.get("quant_method", "unknown")), ""
+    method = str(settings.get("quant_method"))
+    got = f"quant_method {printable(method, 60)!r}"
     if (algorithm := settings.get("quant_algo")) is not None:
-        got = f", quant_algo {printable(str(algorithm), 60)} of NVIDIA ModelOpt"
+        got += f", quant_algo {printable(str(algorithm), 60)} of NVIDIA ModelOpt"
     elif "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
-        got = f", {printable(str(settings['bits']), 60)} bits in groups of MLX"
+        got = f"{printable(str(settings['bits']), 60)} bits in groups of MLX"
     elif method == "mxfp4":
         return Quantization(method=method)
     elif method == "fp8":
         size, fmt = settings.get("weight_block_size"), settings.get("fmt", "e4m3")
         if fmt in ("e4m3", "float8_e4m3fn") and (size is None or _is_block(size)):
             return Quantization(method=method, block=(None, None) if size is None else tuple(size))
-        got = f" with weight_block_size {size!r} and fmt {fmt!r}"
+        got += f" with weight_block_size {size!r} and fmt {fmt!r}"
     elif method == "compressed-tensors":
         try:
             return _compressed(settings)
         except (AttributeError, LookupError, TypeError, ValueError):
             shown = [group.get("weights") for group in _groups(settings) if isinstance(group, dict)]
-            got = f" with format {settings.get('format')!r}" + "".join(f" and weights {weights}" for weights in shown[:2])
+            got += f" with format {settings.get('format')!r}" + "".join(f" and weights {weights}" for weights in shown[:2])
     known = ", ".join(f"{name} ({formats})" for name, formats in QUANTIZED.items())
-    text = f"quantization_config must be one of {known}, got quant_method {printable(method, 60)!r}{got}"
+    text = f"quantization_config must be one of {known}, got {got}"
     raise ValueError(f"{text}; start from the unquantized model")
 
 

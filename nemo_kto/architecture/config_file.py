@@ -92,6 +92,10 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     hf_architecture = (config.get("architectures") or [""])[0]
     if (family := FAMILIES.get(hf_architecture)) is not None:
         return family, dict(config)
+    if not hf_architecture:
+        known = [row.hf_architecture for row in (*FAMILIES.values(), *MULTIMODAL) if config.get("model_type") == row.name]
+        wanted = either([*dict.fromkeys(known)]) if known else "the class of a model"
+        raise ValueError(f"architectures must name {wanted}, got none; add it, or choose another model")
     if not (of_images := [row for row in MULTIMODAL if row.hf_architecture == hf_architecture]):
         raise ValueError(_why_unknown(config, hf_architecture))
     if wrong:
@@ -102,7 +106,7 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
 def _checked_fields(text: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of a text model that its family has, and those of them that the model is read by."""
     schema = family.fields.model_fields.keys()
-    text = {name: value for name, value in text.items() if name in schema | {*family.own}}
+    text = {name: value for name, value in _renamed(text, family).items() if name in schema | {*family.own}}
     wrong = file_errors(family.fields, text)
     if not wrong.keys() & family.deciding(text):
         text = family.renewed(text)
@@ -115,6 +119,14 @@ def _checked_fields(text: Mapping[str, Any], family: Family) -> tuple[dict[str, 
         raise ValueError(f"{'; '.join(wrong.values())}; {_REMEDY}")
     text |= {name: value for name, value in family.fields.model_validate(text) if isinstance(text.get(name), int | list)}
     return text, {name: value for name, value in text.items() if name in read}
+
+
+def _renamed(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields with the family's names of the numbers of experts, for which transformers accepts others too."""
+    if (experts := family.experts) is None or family.one_part:  # the latter has dense models too, which read neither
+        return dict(text)
+    own = {"num_experts": experts.number, "num_local_experts": experts.number, "num_experts_per_tok": experts.chosen}
+    return {own[name]: text[name] for name in own if name in text} | dict(text)
 
 
 def _without(value: object, key: str, removed: Collection[str]) -> object:

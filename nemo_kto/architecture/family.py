@@ -223,7 +223,6 @@ class Family:
     interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
     # Attention temperature scaling; None for no scaling.
     temperature: Callable[[PretrainedConfig], Temperature | None] = lambda config: None
-    yarn_is_longrope: bool = False  # transformers reads the RoPE type yarn as longrope
     partial_rotary: bool = False  # ``partial_rotary_factor`` may limit the rotation to the first channels of each head
     local_rope: bool = False  # sliding-window layers have a separate RoPE
     own_head_dim: bool = False  # the default head size is not the hidden size divided by the number of heads
@@ -307,8 +306,7 @@ class Family:
         nested = {f"rope_parameters.{kind}": both.get(kind) for kind in ("full_attention", "sliding_attention")}
         of_layers = {name: part for name, part in nested.items() if isinstance(part, Mapping)}
         for name, settings in (dict.fromkeys(parts, both) | of_layers).items():
-            kind = settings.get("rope_type", settings.get("type", "default"))
-            used = settings_of_type("longrope" if kind == "yarn" and self.yarn_is_longrope else kind) | {*self.rope_own}
+            used = settings_of_type(settings.get("rope_type", settings.get("type", "default"))) | {*self.rope_own}
             names |= {name, *used, *(f"{name}.{setting}" for setting in used)}
         return names
 
@@ -348,8 +346,6 @@ class Family:
         if self.text_type and settings.get("rope_type", settings.get("type")) == "mrope":
             # the positions of a text token are the same in time, height and width
             return {**config, "rope_scaling": None, "rope_parameters": {**settings, "rope_type": "default"}}
-        if self.yarn_is_longrope and settings.get("rope_type", settings.get("type")) == "yarn":
-            return {**config, "rope_scaling": None, "rope_parameters": {**settings, "rope_type": "longrope"}}
         if self.local_rope and layer_type in parameters:
             return {**config, "rope_scaling": None, "rope_parameters": parameters[layer_type]}
         if self.local_rope and layer_type == "sliding_attention":

@@ -112,12 +112,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:
-    """Return errors except those about machine, data and weights: run and files may be on other machines."""
+    """Return errors except those about machine, data, tokenizer and weights: run and files may be on other machines."""
     world = None if ranks is None else World(rank=0, size=ranks, local_rank=0, local_size=None)
-    has_config = error_of(lambda: run.files.config) is None
-    return [
-        error
-        for error in run_errors(run, world=world, elsewhere=True)
-        if not error.key.startswith((_DATA, "exp_manager.", "export."))
-        and not (error.about_files and (has_config or error.key != _MODEL))
-    ]
+    errors = run_errors(run, world=world, elsewhere=True)
+    errors = [error for error in errors if not error.key.startswith((_DATA, "exp_manager.", "export."))]
+    of_model = [error for error in errors if error.about_files and error.key == _MODEL]
+    wrong = [] if error_of(lambda: run.files.config) is None else of_model[:1]  # the folder or its config.json
+    return [error for error in errors if not error.about_files or error in wrong]

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.families import ALIASES
 from nemo_kto.errors import UserError
 from tests.helpers.hf_models import MULTIMODAL, auto_class
 
@@ -105,7 +106,8 @@ def text_model(config: Mapping[str, Any], device: str = "meta") -> Any:
     text = config.get("text_config", config)
     if "attn_temperature_tuning" in text:
         config = {**config, "text_config": {**text, "attn_temperature_tuning": bool(text["attn_temperature_tuning"])}}
-    kind, own = config["model_type"], {name: value for name, value in config.items() if name != "model_type"}
+    kind = ALIASES.get(config["model_type"], config["model_type"])
+    own = {name: value for name, value in config.items() if name != "model_type"}
     with torch.device(device):
         return auto_class(config).from_config(AutoConfig.for_model(kind, **own), attn_implementation="eager")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive, Switch
 from nemo_kto.architecture.family import CHUNKED_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
@@ -54,6 +55,15 @@ def _ministral_temperature(config: PretrainedConfig) -> Temperature | None:
     if missing := [name for name in (_BETA, _ORIGINAL) if rope.get(name) is None]:
         raise ValueError(f"rope_parameters must have {' and '.join(missing)}; add what is missing")
     return Temperature(floor=rope[_ORIGINAL], scale=rope[_BETA], first=0, with_rope=True) if rope[_BETA] else None
+
+
+def _phi3_renewed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with the present name of the RoPE type; older files call it su or yarn."""
+    renewed = dict(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := config.get(name), dict):
+            renewed[name] = {key: "longrope" if value in ("su", "yarn") else value for key, value in rope.items()}
+    return renewed
 
 
 _BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -158,7 +168,7 @@ PHI3 = Family(
         },
     ),
     window=SLIDING,
-    yarn_is_longrope=True,
+    renewed=_phi3_renewed,
     partial_rotary=True,
 )
 # Llama 4: chunked attention in layers with RoPE, temperature scaling in others, routed and shared experts

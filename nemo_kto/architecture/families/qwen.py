@@ -98,7 +98,6 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
     published="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
-    own=("num_local_experts",),  # in files of transformers in the place of num_experts
     mappings=with_experts(QWEN3.mappings, _EXPERTS),
     fields=QwenFields,
     flags=QWEN3.flags,

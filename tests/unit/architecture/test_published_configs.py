@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.config_fields import LayerRopeFields
@@ -72,14 +73,15 @@ def test_recorded_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in counts()])
 def test_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    """By the reader and by ``nemo-kto plan``, whose error names the file once."""
+    """By the reader and by ``nemo-kto plan``, whose error names the file once, and no other file."""
     (parts,) = [parts for pattern, parts in REFUSED.items() if fnmatch(name, pattern)]
     with raises(UserError, *parts) as error:
         read_architecture(write(published(name), tmp_path), tensor_parallel=1)
     assert str(error.value).count("config.json") == 1
     assert "download" not in str(error.value)
-    with raises(UserError, *parts):
+    with raises(UserError, *parts) as error:
         plan.main(["kto", str(tmp_path)])
+    assert not re.search(r"tokenizer|model\.safetensors", str(error.value))  # it reads neither
 
 
 # the last file of each architecture
@@ -100,8 +102,8 @@ def test_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("model.Q4_K_M.gguf",), None, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
         (("model.Q4_K_M.gguf",), {}, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
         (("hf_quant_config.json",), {}, ("ModelOpt", "hf_quant_config.json", "unquantized")),
-        ((), {"quantization": {"group_size": 64, "bits": 4}}, ("4 bits in groups of MLX", "unquantized")),
-        ((), {"quantization_config": {"group_size": 64, "bits": 8}}, ("8 bits in groups of MLX", "unquantized")),
+        ((), {"quantization": {"group_size": 64, "bits": 4}}, ("got 4 bits in groups of MLX", "unquantized")),
+        ((), {"quantization_config": {"group_size": 64, "bits": 8}}, ("got 8 bits in groups of MLX", "unquantized")),
         ((), {"compression_config": {"quant_method": "compressed-tensors", "format": "dense"}}, ("'dense'", "unquantized")),
         ((), {"quantization_config": {"quant_method": "bitsandbytes"}}, ("'bitsandbytes'", "unquantized")),
         (
@@ -221,6 +223,8 @@ DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, ("short_factor", "l
             ("pair of channels", "64", "short_factor of 1", "long_factor of 1", "correct"),
         ),
         ("google--gemma-3-1b-it", {"query_pre_attn_scalar": 256.0}, None),
+        ("google--gemma-3-1b-it", {"architectures": None}, ("architectures", "Gemma3ForCausalLM", "got none", "add")),
+        ("google--gemma-3-1b-it", {"architectures": [], "model_type": "x"}, ("architectures", "a model", "got none", "add")),
         ("google--gemma-3-1b-it", {"attn_logit_softcapping": 30.0}, ("attn_logit_softcapping", "null", "30.0", "choose")),
     ],
 )
@@ -231,6 +235,37 @@ def test_single_fields(name: str, changes: dict[str, Any], parts: tuple[str, ...
         return
     with raises(UserError, *parts):
         read_architecture(tmp_path, tensor_parallel=1)
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_older_names_of_longrope(kind: str, tmp_path: Path) -> None:
+    """Of Phi-3-mini-128k, whose files had another one in each of three revisions."""
+    config = json.loads(AutoConfig.for_model("phi3", pad_token_id=0).to_json_string(use_diff=False))
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    config |= {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 4096, "rope_parameters": None}
+    config |= {"max_position_embeddings": 131_072, "rope_theta": 10_000.0}
+    read = [
+        read_architecture(write({**config, "rope_scaling": {**factors, kind: name}}, tmp_path), tensor_parallel=1)
+        for name in ("su", "yarn", "longrope")
+    ]
+    assert read[0] == read[1] == read[2]
+    assert read[0].rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+
+
+def test_other_names_of_the_numbers_of_experts(tmp_path: Path) -> None:
+    """Those that transformers accepts, in the place of the published ones; they were left out, and its defaults read."""
+    tried = set()
+    for name in OF_ARCHITECTURES.values():
+        config, expected = published(name), read_architecture(write(published(name), tmp_path), tensor_parallel=1)
+        text = config.get("text_config", config)
+        for other, own in CONFIG_MAPPING[expected.family.text_type or expected.family.name].attribute_map.items():
+            given = own if own in text else "num_experts"
+            if "experts" in own and other not in text and given in text:
+                changed = {other: text[given], **{each: value for each, value in text.items() if each != given}}
+                whole = {**config, "text_config": changed} if "text_config" in config else changed
+                assert read_architecture(write(whole, tmp_path), tensor_parallel=1) == expected, (name, other)
+                tried.add((expected.family.name, other))
+    assert {("gpt_oss", "num_experts"), ("mixtral", "num_experts"), ("deepseek_v3", "num_local_experts")} <= tried
 
 
 def test_long_lists_of_valid_elements_take_linear_time(tmp_path: Path) -> None:

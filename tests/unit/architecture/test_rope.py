@@ -89,7 +89,7 @@ def test_frequencies_equal_those_of_a_transformers_model(settings: dict[str, Any
 def test_longest_sequence(config: dict[str, Any], expected: tuple[str, int | None]) -> None:
     families = {family.name: family for family in FAMILIES.values()}
     family = families[config.get("model_type", "llama")]
-    assert longest_sequence(family.rope(config, "full_attention")) == expected
+    assert longest_sequence(family.rope(family.renewed(config), "full_attention")) == expected
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
