@@ -103,8 +103,7 @@ def translate(
     _loss_of_method(options, loss)
     for convert in (_model, _data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals):
         convert(options, recipe)
-    if trainer == "trl" and with_defaults and not options.has("router_aux_loss_coef"):
-        _experts(options, method)
+    _experts(options, method, with_defaults=with_defaults and trainer == "trl")
     _same_values(options, recipe)
     _settle_others(options, recipe)
     chosen = {key: value for key, (value, by) in options.overrides.items() if by or with_defaults}
@@ -503,7 +502,11 @@ def _intervals(options: Options, recipe: Recipe) -> None:
         elif strategy not in (None, "steps"):
             options.reject(names[0], "it must be steps, epoch or no")
         elif steps is not None:
-            options.set(key, min(1.0, steps * epochs) if isinstance(steps, float) and steps < 1 else int(steps), *names)
+            if steps < 1:  # a share of all steps
+                steps = (
+                    math.ceil(steps * total) if (total := options.get("max_steps") or 0) > 0 else min(1.0, steps * epochs)
+                )
+            options.set(key, steps if steps == 1.0 or steps < 1 else int(steps), *names)
     if 0 < options.get("logging_steps", 0) < 1:
         options.reject("logging_steps", f"it is a share of all steps; set {section}.log_every_n_steps")
     elif options.has("logging_steps"):
@@ -525,22 +528,35 @@ def _intervals(options: Options, recipe: Recipe) -> None:
         options.set("export.max_shard_size_gb", read_value(size), "max_shard_size")
 
 
-def _experts(options: Options, method: str | None) -> None:
-    """Set the weight of the load-balancing loss that TRL takes from config.json if no option sets it."""
-    key, file = "model.moe_aux_loss_coeff", Path(str(options.get("model_name_or_path"))) / "config.json"
-    if not os.path.isfile(file):  # also for a name that is too long
-        options.notes.append(f"{key}: if the model has experts, TRL adds router_aux_loss_coef of its config.json; set it")
+def _experts(options: Options, method: str | None, *, with_defaults: bool) -> None:
+    """Set the weight of the load-balancing loss from TRL's, which is for all layers together, and k if all is balanced.
+
+    By default, it is that of config.json.
+    """
+    key, name = "model.moe_aux_loss_coeff", "router_aux_loss_coef"
+    file, weight = Path(str(options.get("model_name_or_path"))) / "config.json", options.get(name)
+    if weight == 0 or (weight is None and not with_defaults):
         return
-    values = read_json(file)
+    values = read_json(file) if os.path.isfile(file) else {}  # no file also for a name that is too long
     values = values.get("text_config") or values if isinstance(values, dict) else {}
-    weight = values.get("router_aux_loss_coef")
+    k, layers = values.get("num_experts_per_tok"), values.get("num_hidden_layers")
     is_on = method not in ("cpo", "orpo") or True in (
         values.get("output_router_logits"),
         options.get("output_router_logits"),
     )
-    if is_finite(weight) and is_on:
-        options.set(key, weight)
-        options.notes.append(f"{key}: that of {file}, which TRL adds")
+    remedy = "set it to router_aux_loss_coef x experts per token / layers (docs/scale/experts.md)"
+    if weight is None and not values:
+        options.notes.append(
+            f"{key}: if the model has experts, TRL adds a loss with the weight in its config.json; {remedy}"
+        )
+    elif is_finite(weight := values.get(name) if weight is None else weight) and is_on:
+        if is_finite(k) and is_finite(layers) and layers > 0:
+            options.set(key, float(f"{weight * k / layers:.3g}"), name)
+            options.notes.append(f"{key}: near {name}={weight:g} of TRL's loss, x {k} experts per token / {layers} layers")
+        else:
+            options.notes.append(f"{key}: the weight {name}={weight:g} is for another loss; {remedy}")
+    if name not in options.settled:
+        options.reject(name, "it is for another loss")
 
 
 def _same_values(options: Options, recipe: Recipe) -> None:
