@@ -460,6 +460,11 @@ def _adapters(options: Options, recipe: Recipe) -> None:
                 options.reject(name, "all weights are trained, because no option selects LoRA")
         return
     options.set("model.peft.peft_scheme", "lora", *names, *keys[:5])
+    for number, folder in enumerate(_texts(options.get("adapter_name_or_path"))):
+        if number:
+            options.reject("adapter_name_or_path", "a run starts from one folder of adapters; the first is used")
+        else:
+            options.set("model.peft.restore_from_path", _place(options, folder), "adapter_name_or_path")
     rank, targets = options.get("lora_r", 8), as_list(options.get("lora_target_modules"))
     options.set(f"{tuning}.adapter_dim", rank, "lora_r")
     options.set(f"{tuning}.alpha", float(options.get("lora_alpha")), "lora_alpha")

@@ -21,7 +21,7 @@ _LORA: dict[str, Any] = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 _UNSLOTH = {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 _OWN_NAMES = {  # of LoraConfig and from_pretrained -> TRL's
     "r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
-    "revision": "model_revision", "torch_dtype": "dtype",
+    "revision": "model_revision", "torch_dtype": "dtype", "model_id": "adapter_name_or_path",
 }  # fmt: skip
 _LOADERS = ("AutoModel", "Fast")  # beginnings of classes with from_pretrained
 # Functions and methods that change the rows of a data set, or make one.
@@ -170,9 +170,12 @@ class _Program:
         for _ in range(_MAX_STEPS):
             if isinstance(found, ast.Subscript):  # MODEL, TOKENIZER = ...
                 found = self.value(found.value)
-            elif isinstance(found, ast.Call) and _called(found) == "PeftModel" and found.args:
-                adapters |= dict(zip(["adapter_name_or_path"], found.args[1:], strict=False))
-                found = self.value(found.args[0])
+            elif isinstance(found, ast.Call) and _called(found) == "PeftModel":
+                given = self.arguments(found, ("model", "adapter_name_or_path"))
+                found = self.value(given.pop("model", None))
+                adapters = {"use_peft": ast.Constant(True), **given}
+            elif isinstance(found, ast.Call) and _called(found) == "merge_and_unload":
+                return {"model_name_or_path": found}
             elif isinstance(found, ast.Call) and _name(found.func) != "from_pretrained":
                 found = self.value(self._inner(found))
         if isinstance(found, ast.Constant):

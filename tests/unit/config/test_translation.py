@@ -336,6 +336,10 @@ def test_a_program_that_uses_trl_is_read_and_not_run(tmp_path: Path, capsys: pyt
         ("KTOConfig(beta=0.1)\nKTOConfig(beta=0.2)", ["KTOConfig", "several"]),
         ("KTOConfig()\nDPOConfig()", ["KTOConfig and DPOConfig"]),
         ("DPOConfig(**settings)", ["**=settings", "literal"]),
+        (
+            "m = PeftModel.from_pretrained(n, 'o/a')\nKTOTrainer(m.merge_and_unload())",
+            ["model_name_or_path=m.merge_and_unload()"],
+        ),
         ("SFTConfig(learning_rate=1e-5)", ["KTOConfig", "DPOConfig", "train.py"]),
         ("a = KTOConfig()\na.beta = 1\nif b:\n    a.beta = 2", ["beta=a.beta", "line 4", "literal"]),
         ("a = KTOConfig(beta=1)\na.beta *= 2", ["beta=a.beta", "line 2", "literal"]),
@@ -377,6 +381,11 @@ READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
      [Message("bias=none", "no adapters")]),
     ("a.py", "m = FastModel.get_peft_model(FastModel.from_pretrained('o/m'))\nKTOTrainer(m)",
      {f"{TUNING}.adapter_dim": 16, f"{TUNING}.alpha": 16.0, f"{TUNING}.target_modules": ["all-linear"]}, []),
+    ("a.py", "m = PeftModel.from_pretrained(AutoModel.from_pretrained('o/m'), model_id='o/a', is_trainable=True)\n"
+     "KTOTrainer(m)", {MODEL: "hf:o/m", "model.peft.restore_from_path": "hf:o/a", "model.peft.peft_scheme": "lora"},
+     [Message("is_trainable=true")]),
+    ("a.sh", "swift rlhf --rlhf_type kto --adapters ./a ./b", {"model.peft.restore_from_path": "./a"},
+     [Message("adapters=[./a,./b]", "one folder")]),
     ("a.py", "a, b = load_dataset('o/d', split=['train', 'test'])\nKTOTrainer('o/m', train_dataset=a, eval_dataset=b)",
      {DATA: {"train": "hf:o/d", "validation": "hf:o/d:test"}}, []),
     ("a.py", "def get():\n    rows = load_dataset('o/d')\n    return rows['train'], rows['test']\na, b = get()\n"
