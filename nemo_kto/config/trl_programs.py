@@ -186,6 +186,9 @@ class _Program:
             return {} if node is None else {"model_name_or_path": node}
         given = self.arguments(found, ("pretrained_model_name_or_path",))
         own = [given.pop(name) for name in ("pretrained_model_name_or_path", "model_name") if name in given]
+        for name in given.keys() - {"model_revision", "dtype"}:  # objects, such as quantization_config
+            if isinstance(self.value(given[name]), ast.Call | ast.Name | ast.Attribute | ast.Subscript):
+                given[name] = ast.Constant(self.segment(given[name]))
         return given | adapters | ({"model_name_or_path": own[0]} if own else {})
 
     def _inner(self, call: ast.Call) -> ast.expr | None:
@@ -238,7 +241,9 @@ class _Program:
         if isinstance(split, ast.Constant) and isinstance(split.value, int):  # of TRAIN, TEST = load_dataset(split=[...])
             splits = getattr(given.get("split"), "elts", [])
             is_call, split = split.value < len(splits), next(iter(splits[split.value :]), None)
-        if needs_call and not is_call:
+        elif split is not None:  # of the rows by a name with several values, such as ROWS = ROWS.map(...)
+            is_call = True
+        if not given or (needs_call and not is_call):
             return {}
         return self.literals(given | ({} if split is None or parted or not is_call else {"split": split}))
 

@@ -384,6 +384,10 @@ READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
     ("a.py", "m = PeftModel.from_pretrained(AutoModel.from_pretrained('o/m'), model_id='o/a', is_trainable=True)\n"
      "KTOTrainer(m)", {MODEL: "hf:o/m", "model.peft.restore_from_path": "hf:o/a", "model.peft.peft_scheme": "lora"},
      [Message("is_trainable=true")]),
+    ("a.py", "m = AutoModel.from_pretrained('o/m', quantization_config=BitsAndBytesConfig(), token=os.environ['T'])\n"
+     "a = load_dataset('o/d')\na = a.map(f)\nDPOTrainer(m, train_dataset=a['x'], eval_dataset=a['y'])",
+     {MODEL: "hf:o/m", DATA: {"train": "hf:o/d:x", "validation": "hf:o/d:y"}},
+     [Message("quantization_config='BitsAndBytesConfig()'", "not quantised"), Message("token='os.environ")]),
     ("a.sh", "swift rlhf --rlhf_type kto --adapters ./a ./b", {"model.peft.restore_from_path": "./a"},
      [Message("adapters=[./a,./b]", "one folder")]),
     ("a.py", "a, b = load_dataset('o/d', split=['train', 'test'])\nKTOTrainer('o/m', train_dataset=a, eval_dataset=b)",
