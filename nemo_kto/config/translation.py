@@ -507,11 +507,9 @@ def _intervals(options: Options, recipe: Recipe) -> None:
         elif strategy not in (None, "steps"):
             options.reject(names[0], "it must be steps, epoch or no")
         elif steps is not None:
-            if steps < 1:  # a share of all steps
-                steps = (
-                    math.ceil(steps * total) if (total := options.get("max_steps") or 0) > 0 else min(1.0, steps * epochs)
-                )
-            options.set(key, steps if steps == 1.0 or steps < 1 else int(steps), *names)
+            total = options.get("max_steps") or 0
+            share = math.ceil(steps * total) if total > 0 else min(1.0, steps * epochs)
+            options.set(key, share if steps < 1 else int(steps), *names)
     if 0 < options.get("logging_steps", 0) < 1:
         options.reject("logging_steps", f"it is a share of all steps; set {section}.log_every_n_steps")
     elif options.has("logging_steps"):
@@ -534,9 +532,9 @@ def _intervals(options: Options, recipe: Recipe) -> None:
 
 
 def _experts(options: Options, method: str | None, *, with_defaults: bool) -> None:
-    """Set the weight of the load-balancing loss from TRL's, which is for all layers together, and k if all is balanced.
+    """Set the weight of the load-balancing loss from TRL's, by default that of config.json.
 
-    By default, it is that of config.json.
+    With equal use of all experts, TRL's loss is the number of experts per token; ours is 1 for each layer.
     """
     key, name = "model.moe_aux_loss_coeff", "router_aux_loss_coef"
     file, weight = Path(str(options.get("model_name_or_path"))) / "config.json", options.get(name)
@@ -549,19 +547,18 @@ def _experts(options: Options, method: str | None, *, with_defaults: bool) -> No
         values.get("output_router_logits"),
         options.get("output_router_logits"),
     )
-    remedy = "set it to router_aux_loss_coef x experts per token / layers (docs/scale/experts.md)"
+    remedy = f"set it to {name} x experts per token / layers (docs/scale/experts.md)"
     if weight is None and not values:
-        options.notes.append(
-            f"{key}: if the model has experts, TRL adds a loss with the weight in its config.json; {remedy}"
-        )
+        options.notes.append(f"{key}: if the model has experts, TRL adds {name} of its config.json; {remedy}")
     elif is_finite(weight := values.get(name) if weight is None else weight) and is_on:
         if is_finite(k) and is_finite(layers) and layers > 0:
             options.set(key, float(f"{weight * k / layers:.3g}"), name)
             options.notes.append(f"{key}: near {name}={weight:g} of TRL's loss, x {k} experts per token / {layers} layers")
         else:
-            options.notes.append(f"{key}: the weight {name}={weight:g} is for another loss; {remedy}")
+            options.reject(name, "it is for another loss")
+            options.notes.append(f"{key}: {name}={weight:g} is for another loss; {remedy}")
     if name not in options.settled:
-        options.reject(name, "it is for another loss")
+        options.reject(name, "TRL has no such loss with this method")
 
 
 def _same_values(options: Options, recipe: Recipe) -> None:

@@ -414,6 +414,8 @@ READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
     ("a.yaml", "{loss_type: kto, max_steps: 1000, num_train_epochs: 2, eval_strategy: steps, eval_steps: 0.1, "
      "save_steps: 0.25}",
      {"trainer.kto.val_check_interval": 100, "trainer.kto.save_interval": 250}, []),
+    ("a.yaml", "{loss_type: kto, num_train_epochs: 2, eval_strategy: steps, eval_steps: 0.1}",
+     {"trainer.kto.val_check_interval": 0.2}, []),
     ("a.sh", "export NPROC_PER_NODE=2\nLR=1e-5 # it's fast\nswift rlhf --rlhf_type kto --dataset 'a#b.jsonl' c.jsonl#20 \\\n"
      " --lr $LR --beta $NONE --output_dir \"out/${SIZE:-7b}/$((4 / 2))\"",
      {DATA: ["a", "c.jsonl"], "model.optim.lr": 1e-5, "trainer.devices": 2, "exp_manager.explicit_log_dir": "out/7b/2",
