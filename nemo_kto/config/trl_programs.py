@@ -117,7 +117,8 @@ class _Program:
             name = called
             for _ in range(_MAX_STEPS):
                 name = renamed.get(name, name)
-            self.calls.setdefault(name, []).extend(self.calls.pop(called))
+            calls = self.calls.pop(called)
+            self.calls.setdefault(name, []).extend(calls)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         """Record a value by its name; an attribute with several values has itself as its value, which is no literal."""

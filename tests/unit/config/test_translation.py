@@ -399,6 +399,8 @@ READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
      "MyTrainer(m, create_reference_model(m), a)",
      {MODEL: "hf:o/m", "model.reference.restore_from_path": None, "model.optim.lr": 4e-6,
       "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("methods of MyTrainer", "a.py:2")]),
+    ("a.py", "import trl\nclass DPOTrainer(trl.DPOTrainer):\n    pass\nDPOTrainer('o/m', args=trl.DPOConfig(beta=0.3))",
+     {MODEL: "hf:o/m", "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("methods of DPOTrainer", "a.py:2")]),
     ("a.py", "def make():\n    return DPOConfig('o', learning_rate=4e-6)\na = make()\na.beta = 0.3\n"
      "DPOTrainer('o/m', args=a)",
      {"model.optim.lr": 4e-6, "model.dpo.ref_policy_kl_penalty": 0.3, "exp_manager.explicit_log_dir": "o"}, []),
