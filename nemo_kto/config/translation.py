@@ -339,6 +339,8 @@ def _own_terms(options: Options, losses: Sequence[str]) -> None:
     """Set the options that belong to single losses, and the SFT terms that TRL has in CPO, SimPO and ORPO."""
     if {"cpo", "simpo"} & {*losses} and options.get("cpo_alpha"):
         _sft_term(options, "model.dpo", options.get("cpo_alpha"), token_mean=True, name="cpo_alpha")
+    elif {"cpo", "simpo"} & {*losses}:
+        options.agree("cpo_alpha")
     if "cpo" in losses:  # its own SFT term is a sum over tokens
         options.set("model.dpo.cpo_alpha", 0, "loss_type")
     for name, users, title in (
@@ -548,7 +550,7 @@ def _experts(options: Options, method: str | None, *, with_defaults: bool) -> No
         options.get("output_router_logits"),
     )
     remedy = f"set it to {name} x experts per token / layers (docs/scale/experts.md)"
-    if weight is None and not values:
+    if weight is None and not values and is_on:
         options.notes.append(f"{key}: if the model has experts, TRL adds {name} of its config.json; {remedy}")
     elif is_finite(weight := values.get(name) if weight is None else weight) and is_on:
         if is_finite(k) and is_finite(layers) and layers > 0:

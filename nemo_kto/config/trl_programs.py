@@ -128,8 +128,10 @@ class _Program:
             given = self.attributes.setdefault(target.value.id, {})
             given[target.attr] = target if target.attr in given and _shape(given[target.attr]) != _shape(value) else value
         elif isinstance(target, ast.Tuple | ast.List):
+            parts = value.elts if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts) else []
             for number, each in enumerate(target.elts):
-                self._assign(each, ast.copy_location(ast.Subscript(value, ast.Constant(number)), value))
+                part = ast.copy_location(ast.Subscript(value, ast.Constant(number)), value)
+                self._assign(each, parts[number] if parts else part)
 
     def segment(self, node: ast.expr) -> str:
         """Return the beginning of an expression as the program has it, in one line."""

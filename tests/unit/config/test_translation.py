@@ -401,6 +401,10 @@ READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
       "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("methods of MyTrainer", "a.py:2")]),
     ("a.py", "import trl\nclass DPOTrainer(trl.DPOTrainer):\n    pass\nDPOTrainer('o/m', args=trl.DPOConfig(beta=0.3))",
      {MODEL: "hf:o/m", "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("methods of DPOTrainer", "a.py:2")]),
+    ("a.py", "rate, beta = 4e-6, 0.3\n"
+     "CPOTrainer('o/m', CPOConfig(loss_type='simpo', cpo_alpha=0.0, learning_rate=rate, beta=beta))",
+     {"model.dpo.preference_loss": "simpo", "model.dpo.sft_loss_weight": None, "model.optim.lr": 4e-6,
+      "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("without effect", "cpo_alpha=0.0")]),
     ("a.py", "def make():\n    return DPOConfig('o', learning_rate=4e-6)\na = make()\na.beta = 0.3\n"
      "DPOTrainer('o/m', args=a)",
      {"model.optim.lr": 4e-6, "model.dpo.ref_policy_kl_penalty": 0.3, "exp_manager.explicit_log_dir": "o"}, []),
