@@ -98,7 +98,7 @@ class _Command(NamedTuple):
                 return index + 2, "megatron-swift" if program == "megatron" else "ms-swift", None
             if program == "trl" and following in table()["methods"]:
                 return index + 2, "trl", following
-            if program.endswith(".py") and not word.startswith("-"):
+            if (program.endswith(".py") or word.startswith("trl.")) and not word.startswith("-"):  # trl.scripts.kto
                 named = [part for part in re.split(r"[^a-z]+", program.lower()) if part in table()["methods"]]
                 return index + 1, None, next(iter(named), None)
         return 0, None, None
@@ -117,7 +117,7 @@ def _script_options(text: str, file: Path) -> GivenOptions | None:
     notes = [f"{place} is translated, and the training in line {', '.join(others[:9])} is not"] if others else []
     environment = script.variables | command.assigned
     values: dict[str, Any] = {name: environment[name.upper()] for name in _ENVIRONMENT if name.upper() in environment}
-    for name, value in read_command_line(command.words[: max(0, start - 1)]):
+    for name, value in read_command_line([word for word in command.words[: max(0, start - 1)] if word != "-m"]):
         if any(name in names for names in _RANKS):
             values[name] = value
         elif name:
@@ -126,8 +126,9 @@ def _script_options(text: str, file: Path) -> GivenOptions | None:
     values |= config
     for name, value in read_command_line(words):
         parts = [str(value), f"--{name}={value}"] if not isinstance(value, list) else [*value, f"--{name}={value[-1]}"]
-        if not name or not command.open.isdisjoint(parts):
-            reason = "does not show its value; write it there" if name else "has it before the options"
+        is_open = not command.open.isdisjoint(parts)
+        if not name or is_open:
+            reason = "does not show its value; write it there" if is_open else "has it before the options"
             without[printable(f"{name}={value}" if name else str(value))] = f"{place} {reason}"
         else:
             values[name] = value

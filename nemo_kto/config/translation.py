@@ -103,8 +103,7 @@ def translate(
     _loss_of_method(options, loss)
     for convert in (_model, _data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals):
         convert(options, recipe)
-    if trainer == "trl" and with_defaults and not options.has("router_aux_loss_coef"):
-        _experts(options, method)
+    _experts(options, method, with_defaults=with_defaults and trainer == "trl")
     _same_values(options, recipe)
     _settle_others(options, recipe)
     chosen = {key: value for key, (value, by) in options.overrides.items() if by or with_defaults}
@@ -340,6 +339,8 @@ def _own_terms(options: Options, losses: Sequence[str]) -> None:
     """Set the options that belong to single losses, and the SFT terms that TRL has in CPO, SimPO and ORPO."""
     if {"cpo", "simpo"} & {*losses} and options.get("cpo_alpha"):
         _sft_term(options, "model.dpo", options.get("cpo_alpha"), token_mean=True, name="cpo_alpha")
+    elif {"cpo", "simpo"} & {*losses}:
+        options.agree("cpo_alpha")
     if "cpo" in losses:  # its own SFT term is a sum over tokens
         options.set("model.dpo.cpo_alpha", 0, "loss_type")
     for name, users, title in (
@@ -461,6 +462,11 @@ def _adapters(options: Options, recipe: Recipe) -> None:
                 options.reject(name, "all weights are trained, because no option selects LoRA")
         return
     options.set("model.peft.peft_scheme", "lora", *names, *keys[:5])
+    for number, folder in enumerate(_texts(options.get("adapter_name_or_path"))):
+        if number:
+            options.reject("adapter_name_or_path", "a run starts from one folder of adapters; the first is used")
+        else:
+            options.set("model.peft.restore_from_path", _place(options, folder), "adapter_name_or_path")
     rank, targets = options.get("lora_r", 8), as_list(options.get("lora_target_modules"))
     options.set(f"{tuning}.adapter_dim", rank, "lora_r")
     options.set(f"{tuning}.alpha", float(options.get("lora_alpha")), "lora_alpha")
@@ -503,7 +509,9 @@ def _intervals(options: Options, recipe: Recipe) -> None:
         elif strategy not in (None, "steps"):
             options.reject(names[0], "it must be steps, epoch or no")
         elif steps is not None:
-            options.set(key, min(1.0, steps * epochs) if isinstance(steps, float) and steps < 1 else int(steps), *names)
+            total = options.get("max_steps") or 0
+            share = math.ceil(steps * total) if total > 0 else min(1.0, steps * epochs)
+            options.set(key, share if steps < 1 else int(steps), *names)
     if 0 < options.get("logging_steps", 0) < 1:
         options.reject("logging_steps", f"it is a share of all steps; set {section}.log_every_n_steps")
     elif options.has("logging_steps"):
@@ -525,22 +533,34 @@ def _intervals(options: Options, recipe: Recipe) -> None:
         options.set("export.max_shard_size_gb", read_value(size), "max_shard_size")
 
 
-def _experts(options: Options, method: str | None) -> None:
-    """Set the weight of the load-balancing loss that TRL takes from config.json if no option sets it."""
-    key, file = "model.moe_aux_loss_coeff", Path(str(options.get("model_name_or_path"))) / "config.json"
-    if not os.path.isfile(file):  # also for a name that is too long
-        options.notes.append(f"{key}: if the model has experts, TRL adds router_aux_loss_coef of its config.json; set it")
+def _experts(options: Options, method: str | None, *, with_defaults: bool) -> None:
+    """Set the weight of the load-balancing loss from TRL's, by default that of config.json.
+
+    With equal use of all experts, TRL's loss is the number of experts per token; ours is 1 for each layer.
+    """
+    key, name = "model.moe_aux_loss_coeff", "router_aux_loss_coef"
+    file, weight = Path(str(options.get("model_name_or_path"))) / "config.json", options.get(name)
+    if weight == 0 or (weight is None and not with_defaults):
         return
-    values = read_json(file)
+    values = read_json(file) if os.path.isfile(file) else {}  # no file also for a name that is too long
     values = values.get("text_config") or values if isinstance(values, dict) else {}
-    weight = values.get("router_aux_loss_coef")
+    k, layers = values.get("num_experts_per_tok"), values.get("num_hidden_layers")
     is_on = method not in ("cpo", "orpo") or True in (
         values.get("output_router_logits"),
         options.get("output_router_logits"),
     )
-    if is_finite(weight) and is_on:
-        options.set(key, weight)
-        options.notes.append(f"{key}: that of {file}, which TRL adds")
+    remedy = f"set it to {name} x experts per token / layers (docs/scale/experts.md)"
+    if weight is None and not values and is_on:
+        options.notes.append(f"{key}: if the model has experts, TRL adds {name} of its config.json; {remedy}")
+    elif is_finite(weight := values.get(name) if weight is None else weight) and is_on:
+        if is_finite(k) and is_finite(layers) and layers > 0:
+            options.set(key, float(f"{weight * k / layers:.3g}"), name)
+            options.notes.append(f"{key}: near {name}={weight:g} of TRL's loss, x {k} experts per token / {layers} layers")
+        else:
+            options.reject(name, "it is for another loss")
+            options.notes.append(f"{key}: {name}={weight:g} is for another loss; {remedy}")
+    if name not in options.settled:
+        options.reject(name, "TRL has no such loss with this method")
 
 
 def _same_values(options: Options, recipe: Recipe) -> None:

@@ -16,12 +16,14 @@ from nemo_kto.errors import UserError
 # Positional arguments of the trainers, which have no ref_model if the method has no reference, and of load_dataset.
 _ARGUMENTS = ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
 _DATA_ARGUMENTS = ("path", "name", "data_dir", "data_files")
-_LORA = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # defaults of peft's LoraConfig
+# Defaults of peft's LoraConfig, and of unsloth's get_peft_model.
+_LORA: dict[str, Any] = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+_UNSLOTH = {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 _OWN_NAMES = {  # of LoraConfig and from_pretrained -> TRL's
     "r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
-    "revision": "model_revision", "torch_dtype": "dtype",
+    "revision": "model_revision", "torch_dtype": "dtype", "model_id": "adapter_name_or_path",
 }  # fmt: skip
-_LOADERS = ("AutoModel", "FastLanguageModel")  # beginnings of classes with from_pretrained
+_LOADERS = ("AutoModel", "Fast")  # beginnings of classes with from_pretrained
 # Functions and methods that change the rows of a data set, or make one.
 _CHANGES = tuple(
     "map filter select take skip shard rename_column rename_columns remove_columns cast concatenate_datasets "
@@ -56,21 +58,26 @@ def read_program(text: str, file: Path) -> tuple[dict[str, Any], str, str, dict[
         raise UserError(f"FILE must call one of {known}, or a trainer, if it is a Python program, got {got} in {file}")
     order = [name for name in _ARGUMENTS if name != "ref_model" or method not in ("cpo", "orpo")]
     arguments = program.arguments(program.only(f"{method.upper()}Trainer"), order)
-    config = program.value(arguments.pop("args", None))
-    config = config if isinstance(config, ast.Call) else program.only(f"{method.upper()}Config")
-    given = program.arguments(config, ("output_dir",)) | program.assigned_to(config)
+    own = arguments.pop("args", None)
+    config = program.value(own)
+    kind = f"{method.upper()}Config"
+    config = config if config in program.calls.get(kind, []) else program.only(kind)
+    given = program.arguments(config, ("output_dir",)) | program.assigned_to(config, own)
     given |= program.model(arguments.pop("model", None)) | program.adapters(arguments.pop("peft_config", None))
     reference = program.model(arguments.pop("ref_model", ast.Constant(None))).get("model_name_or_path")
     if reference is not None and program.segment(reference) != program.segment(given.get("model_name_or_path", reference)):
         given["ref_model"] = reference
     train, test = (arguments.pop(name, None) for name in ("train_dataset", "eval_dataset"))
-    arguments.pop("processing_class", None)
+    for name in ("processing_class", "tokenizer"):
+        arguments.pop(name, None)
     simple = {name: node for name, node in arguments.items() if isinstance(node, ast.Constant)}
     values = program.literals(simple | given) | program.rows(train, test)
     reason = "objects are not translated; callbacks are in docs/guides/python.md"
     without = {f"{name}={program.segment(node)}": reason for name, node in arguments.items() if name not in simple}
     lines = {name: program.calls[name][0].lineno for name in _CHANGES if name in program.calls}
     notes = [f"rows: {name} in {file}:{line} is not applied; write the rows that it returns" for name, line in lines.items()]
+    classes = [(name, line) for name, line in program.classes.items() if name.endswith("Trainer")]
+    notes += [f"methods of {name} ({file}:{line}) are not translated; it is read as TRL's trainer" for name, line in classes]
     return values, "trl", method, without, notes
 
 
@@ -86,17 +93,45 @@ class _Program:
         self.calls: dict[str, list[ast.Call]] = {}
         self.values: dict[str, ast.expr] = {}
         self.attributes: dict[str, dict[str, ast.expr]] = {}
+        self.classes = dict[str, int]()  # subclasses that are called
+        renamed = dict[str, str]()  # imports and subclasses
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 self.calls.setdefault(_called(node), []).append(node)
-            elif isinstance(node, ast.Assign) and len(node.targets) == 1:
-                target = node.targets[0]
-                if isinstance(target, ast.Name):
-                    self.values[target.id] = node.value
-                elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                    self.attributes.setdefault(target.value.id, {})[target.attr] = node.value
+                if _called(node) == "setattr" and len(node.args) == 3 and isinstance(key := node.args[1], ast.Constant):
+                    self._assign(ast.copy_location(ast.Attribute(node.args[0], str(key.value)), node), node.args[2])
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._assign(target, node.value)
+            elif isinstance(node, ast.AugAssign):
+                self._assign(node.target, node.target)
+            elif isinstance(node, ast.ClassDef):
+                renamed[node.name] = "".join(map(_name, node.bases[:1]))
+                self.classes[node.name] = node.lineno
+            elif isinstance(node, ast.alias) and node.asname:
+                renamed[node.asname] = node.name
             elif isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
                 self.assigned[node.arg if isinstance(node, ast.arg) else node.id] += 1
+        self.classes = {name: line for name, line in self.classes.items() if name in self.calls}
+        for called in [name for name in self.calls if name in renamed]:
+            name = called
+            for _ in range(_MAX_STEPS):
+                name = renamed.get(name, name)
+            calls = self.calls.pop(called)
+            self.calls.setdefault(name, []).extend(calls)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Record a value by its name; an attribute with several values has itself as its value, which is no literal."""
+        if isinstance(target, ast.Name):
+            self.values[target.id] = value
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            given = self.attributes.setdefault(target.value.id, {})
+            given[target.attr] = target if target.attr in given and _shape(given[target.attr]) != _shape(value) else value
+        elif isinstance(target, ast.Tuple | ast.List):
+            parts = value.elts if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts) else []
+            for number, each in enumerate(target.elts):
+                part = ast.copy_location(ast.Subscript(value, ast.Constant(number)), value)
+                self._assign(each, parts[number] if parts else part)
 
     def segment(self, node: ast.expr) -> str:
         """Return the beginning of an expression as the program has it, in one line."""
@@ -126,55 +161,74 @@ class _Program:
         given = dict(zip(names, node.args, strict=False)) | {each.arg or "**": each.value for each in node.keywords}
         return {_OWN_NAMES.get(name, name): value for name, value in given.items()}
 
-    def assigned_to(self, config: ast.expr | None) -> dict[str, ast.expr]:
-        """Return the values that the program assigns to attributes of a configuration."""
-        names = [name for name in self.attributes if config is not None and self.values.get(name) is config]
+    def assigned_to(self, config: ast.expr | None, argument: ast.expr | None) -> dict[str, ast.expr]:
+        """Return the values that the program assigns to attributes of a configuration, or of the trainer's argument."""
+        own = argument.id if isinstance(argument, ast.Name) else None
+        names = [name for name in self.attributes if name == own or (config and self.values.get(name) is config)]
         return {attribute: value for name in names for attribute, value in self.attributes[name].items()}
 
     def model(self, node: ast.expr | None) -> dict[str, ast.expr]:
         """Return the name of a model, which may be the argument of from_pretrained, and the other arguments as options."""
         found, adapters = self.value(node), dict[str, ast.expr]()
         for _ in range(_MAX_STEPS):
-            name = _called(found) if isinstance(found, ast.Call) else ""
-            if isinstance(found, ast.Call) and found.args and name in ("PeftModel", "get_peft_model"):
-                if name == "PeftModel" and len(found.args) > 1:
-                    adapters["adapter_name_or_path"] = found.args[1]
-                found = self.value(found.args[0])
-            elif (
-                isinstance(found, ast.Call)
-                and isinstance(found.func, ast.Attribute)
-                and found.func.attr != "from_pretrained"
-            ):
-                found = self.value(found.func.value)  # such as MODEL.to("cuda")
+            if isinstance(found, ast.Subscript):  # MODEL, TOKENIZER = ...
+                found = self.value(found.value)
+            elif isinstance(found, ast.Call) and _called(found) == "PeftModel":
+                given = self.arguments(found, ("model", "adapter_name_or_path"))
+                found = self.value(given.pop("model", None))
+                adapters = {"use_peft": ast.Constant(True), **given}
+            elif isinstance(found, ast.Call) and _called(found) == "merge_and_unload":
+                return {"model_name_or_path": found}
+            elif isinstance(found, ast.Call) and _name(found.func) != "from_pretrained":
+                found = self.value(self._inner(found))
         if isinstance(found, ast.Constant):
             return {"model_name_or_path": found} if isinstance(found.value, str) else {}
         if not isinstance(found, ast.Call):
             found = next((self.only(name) for name in self.calls if name.startswith(_LOADERS)), None)
+        if found is None:
+            return {} if node is None else {"model_name_or_path": node}
         given = self.arguments(found, ("pretrained_model_name_or_path",))
         own = [given.pop(name) for name in ("pretrained_model_name_or_path", "model_name") if name in given]
+        for name in given.keys() - {"model_revision", "dtype"}:  # objects, such as quantization_config
+            if isinstance(self.value(given[name]), ast.Call | ast.Name | ast.Attribute | ast.Subscript):
+                given[name] = ast.Constant(self.segment(given[name]))
         return given | adapters | ({"model_name_or_path": own[0]} if own else {})
+
+    def _inner(self, call: ast.Call) -> ast.expr | None:
+        """Return the model in a call such as MODEL.to("cuda") or deepcopy(MODEL), or the name in build("NAME")."""
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        is_value = owner is not None and (not isinstance(owner, ast.Name) or owner.id in self.values)
+        return owner if is_value else next(iter(call.args), owner)
 
     def adapters(self, node: ast.expr | None) -> dict[str, ast.expr]:
         """Return TRL's options for LoraConfig."""
-        found = self.value(node)
-        if not isinstance(found, ast.Call):
-            found = None if isinstance(found, ast.Constant) else self.only("LoraConfig")
-        if found is None or _called(found) != "LoraConfig":
+        found, usual, configs = self.value(node), _LORA, self.calls.get("LoraConfig", [])
+        calls = [each.func for each in self.calls.get("get_peft_model", [])]
+        if isinstance(found, ast.Constant):
+            found = self.only("LoraConfig") if calls else None
+        elif found not in configs:
+            found = self.only("LoraConfig") or found
+        if found is None and any(isinstance(each, ast.Attribute) and _name(each.value).startswith("Fast") for each in calls):
+            found, usual = self.only("get_peft_model"), _UNSLOTH
+        elif found not in configs:
             return {} if found is None else {"peft_config": found}
-        lora = {name: ast.Constant(default) for name, default in _LORA.items()}
-        return {**lora, "use_peft": ast.Constant(True), **self.arguments(found)}
+        lora = {name: ast.Constant(default) for name, default in usual.items()} | self.arguments(found)
+        return {"use_peft": ast.Constant(True), **{name: lora[name] for name in lora if name not in ("model", "argument 0")}}
 
     def rows(self, train: ast.expr | None, test: ast.expr | None) -> dict[str, Any]:
         """Return the options datasets and test_datasets, with the arguments of load_dataset."""
         parted, found = self.only("train_test_split"), dict[str, Any]()
-        for option, node in {"datasets": train, "test_datasets": test}.items():
-            if (option == "datasets" or (test is not None and parted is None)) and (entry := self._entry(node, parted)):
-                found[option] = [entry]
+        if entry := self._entry(train, parted, needs_call=False):
+            found["datasets"] = [entry]
+        if test is not None and parted is None and not isinstance(self.value(test), ast.Constant):
+            entry = self._entry(test, parted, needs_call=True)
+            found |= {"test_datasets": [entry]} if entry else {"eval_dataset": self.segment(test)}
         if (size := self.arguments(parted, ("test_size",)).get("test_size")) is not None:
             found["test_split_size"] = size.value if isinstance(size, ast.Constant) else self.segment(size)
         return found
 
-    def _entry(self, node: ast.expr | None, parted: ast.Call | None) -> dict[str, Any]:
+    def _entry(self, node: ast.expr | None, parted: ast.Call | None, *, needs_call: bool) -> dict[str, Any]:
+        """Return the arguments of the load_dataset that a value comes from, or else of the only one unless needs_call."""
         split, found = None, self.value(node)
         for _ in range(_MAX_STEPS):
             if isinstance(found, ast.Subscript):
@@ -185,10 +239,16 @@ class _Program:
                 found = self.value(found.func.value)  # such as ROWS.map(...)
         if isinstance(found, ast.Constant):
             return {}
-        if not isinstance(found, ast.Call) or _called(found) not in _DATA:
-            found = next(filter(None, map(self.only, _DATA)), None)
-        given = self.arguments(found, _DATA_ARGUMENTS)
-        return self.literals(given | ({} if split is None or parted or not given else {"split": split}))
+        is_call = isinstance(found, ast.Call) and _called(found) in _DATA
+        given = self.arguments(found if is_call else next(filter(None, map(self.only, _DATA)), None), _DATA_ARGUMENTS)
+        if isinstance(split, ast.Constant) and isinstance(split.value, int):  # of TRAIN, TEST = load_dataset(split=[...])
+            splits = getattr(given.get("split"), "elts", [])
+            is_call, split = split.value < len(splits), next(iter(splits[split.value :]), None)
+        elif split is not None:  # of the rows by a name with several values, such as ROWS = ROWS.map(...)
+            is_call = True
+        if not given or (needs_call and not is_call):
+            return {}
+        return self.literals(given | ({} if split is None or parted or not is_call else {"split": split}))
 
     def literals(self, given: Mapping[str, ast.expr]) -> dict[str, Any]:
         """Return the values of literals and of types such as torch.bfloat16; UserError lists all other values."""
@@ -208,8 +268,8 @@ class _Program:
         return found
 
 
-def _shape(call: ast.Call) -> object:
-    """Return what equal calls share; a call that is nested too deeply equals only itself."""
+def _shape(call: ast.expr) -> object:
+    """Return what equal expressions share; one that is nested too deeply equals only itself."""
     try:
         return ast.dump(call)
     except (RecursionError, ValueError):
@@ -221,4 +281,8 @@ def _called(call: ast.Call) -> str:
     function = call.func
     while isinstance(function, ast.Attribute) and function.attr == "from_pretrained":
         function = function.value
+    return _name(function)
+
+
+def _name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""

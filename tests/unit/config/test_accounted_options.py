@@ -208,7 +208,10 @@ LARGE: dict[str, tuple[str, str]] = {
     "operators.py": ("KTOConfig(beta=" + "+".join(["x"] * 500) + ")", "line 1"),
     "calls.py": ("KTOConfig(beta=f" + "()" * 500 + ")\nKTOConfig(beta=g" + "()" * 500 + ")", "several"),
     "subscripts.py": ("KTOTrainer(train_dataset=load_dataset('a/b')" + "[0]" * 500 + ")", ""),
-    "names.py": ("a=b['x']\nb=a['y']\nm=get_peft_model(n, 1)\nn=get_peft_model(m, 1)\nKTOTrainer(a, train_dataset=a)", ""),
+    "names.py": (
+        "a=b['x']\nb=a['y']\nm=get_peft_model(n, 1)\nn=get_peft_model(m, 1)\nKTOTrainer(a, train_dataset=a)",
+        "model_name_or_path=a",
+    ),
     "arguments.py": ("KTOConfig(" + ",".join(f"a{n}=x" for n in range(10_000)) + ")", "9991 more"),
     "digits.py": ("\nKTOConfig(beta=0x" + "f" * 5000 + ")", "digits.py:2"),
     "digits.yaml": ("loss_type: kto\nbeta: 0x" + "f" * 5000, "digits.yaml:2"),

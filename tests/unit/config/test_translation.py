@@ -336,7 +336,14 @@ def test_a_program_that_uses_trl_is_read_and_not_run(tmp_path: Path, capsys: pyt
         ("KTOConfig(beta=0.1)\nKTOConfig(beta=0.2)", ["KTOConfig", "several"]),
         ("KTOConfig()\nDPOConfig()", ["KTOConfig and DPOConfig"]),
         ("DPOConfig(**settings)", ["**=settings", "literal"]),
+        (
+            "m = PeftModel.from_pretrained(n, 'o/a')\nKTOTrainer(m.merge_and_unload())",
+            ["model_name_or_path=m.merge_and_unload()"],
+        ),
         ("SFTConfig(learning_rate=1e-5)", ["KTOConfig", "DPOConfig", "train.py"]),
+        ("a = KTOConfig()\na.beta = 1\nif b:\n    a.beta = 2", ["beta=a.beta", "line 4", "literal"]),
+        ("a = KTOConfig(beta=1)\na.beta *= 2", ["beta=a.beta", "line 2", "literal"]),
+        ("m = 'a/b'\nm = c[0]\nKTOTrainer(m)", ["model_name_or_path=m", "line 3", "literal"]),
         ("KTOConfig(", ["Python program", "train.py"]),
     ],
 )
@@ -348,6 +355,7 @@ def test_programs_that_cannot_be_read(program: str, words: list[str], tmp_path: 
 
 DATA, MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
 LOAD = "rows = load_dataset('json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})\n"
+EXPERTS = {"router_aux_loss_coef": 0.001, "output_router_logits": False, "num_experts_per_tok": 8, "num_hidden_layers": 48}
 # Programs and scripts, the values that their commands have, and the parts of remarks; None for a key that is not set.
 READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
     ("a.py", f"{LOAD}KTOTrainer(model='o/m', train_dataset=rows['train'], eval_dataset=rows['test'])",
@@ -366,12 +374,54 @@ READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
     ("a.py", "rows = load_dataset('o/d')\nrows = rows['train'].train_test_split(test_size=0.1)\n"
      "ORPOTrainer('o/m', args=ORPOConfig(), train_dataset=rows['train'], eval_dataset=rows['test'])",
      {DATA: "hf:o/d", "model.data.splits_string": "90,10", "model.dpo.preference_loss": "orpo"}, []),
+    ("a.py", "m, t = FastLanguageModel.from_pretrained(model_name='o/m', dtype=None)\n"
+     "m = FastLanguageModel.get_peft_model(m, r=64, lora_alpha=32, target_modules=['q_proj'], bias='none')\n"
+     "DPOTrainer(model=m, args=DPOConfig(beta=0.2), tokenizer=t)",
+     {MODEL: "hf:o/m", f"{TUNING}.adapter_dim": 64, f"{TUNING}.alpha": 32.0, f"{TUNING}.target_modules": ["q_proj"]},
+     [Message("bias=none", "no adapters")]),
+    ("a.py", "m = FastModel.get_peft_model(FastModel.from_pretrained('o/m'))\nKTOTrainer(m)",
+     {f"{TUNING}.adapter_dim": 16, f"{TUNING}.alpha": 16.0, f"{TUNING}.target_modules": ["all-linear"]}, []),
+    ("a.py", "m = PeftModel.from_pretrained(AutoModel.from_pretrained('o/m'), model_id='o/a', is_trainable=True)\n"
+     "KTOTrainer(m)", {MODEL: "hf:o/m", "model.peft.restore_from_path": "hf:o/a", "model.peft.peft_scheme": "lora"},
+     [Message("is_trainable=true")]),
+    ("a.py", "m = AutoModel.from_pretrained('o/m', quantization_config=BitsAndBytesConfig(), token=os.environ['T'])\n"
+     "a = load_dataset('o/d')\na = a.map(f)\nDPOTrainer(m, train_dataset=a['x'], eval_dataset=a['y'])",
+     {MODEL: "hf:o/m", DATA: {"train": "hf:o/d:x", "validation": "hf:o/d:y"}},
+     [Message("quantization_config='BitsAndBytesConfig()'", "not quantised"), Message("token='os.environ")]),
+    ("a.sh", "swift rlhf --rlhf_type kto --adapters ./a ./b", {"model.peft.restore_from_path": "./a"},
+     [Message("adapters=[./a,./b]", "one folder")]),
+    ("a.py", "a, b = load_dataset('o/d', split=['train', 'test'])\nKTOTrainer('o/m', train_dataset=a, eval_dataset=b)",
+     {DATA: {"train": "hf:o/d", "validation": "hf:o/d:test"}}, []),
+    ("a.py", "def get():\n    rows = load_dataset('o/d')\n    return rows['train'], rows['test']\na, b = get()\n"
+     "KTOTrainer('o/m', train_dataset=a, eval_dataset=b)", {DATA: "hf:o/d"}, [Message("eval_dataset=b", "validation")]),
+    ("a.py", "from trl import DPOTrainer as T, DPOConfig as C\nclass MyTrainer(T):\n    pass\nrate: float = 4e-6\n"
+     "a: C = C('o', learning_rate=rate)\nsetattr(a, 'beta', 0.3)\nm = AutoModel.from_pretrained('o/m')\n"
+     "MyTrainer(m, create_reference_model(m), a)",
+     {MODEL: "hf:o/m", "model.reference.restore_from_path": None, "model.optim.lr": 4e-6,
+      "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("methods of MyTrainer", "a.py:2")]),
+    ("a.py", "import trl\nclass DPOTrainer(trl.DPOTrainer):\n    pass\nDPOTrainer('o/m', args=trl.DPOConfig(beta=0.3))",
+     {MODEL: "hf:o/m", "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("methods of DPOTrainer", "a.py:2")]),
+    ("a.py", "rate, beta = 4e-6, 0.3\n"
+     "CPOTrainer('o/m', CPOConfig(loss_type='simpo', cpo_alpha=0.0, learning_rate=rate, beta=beta))",
+     {"model.dpo.preference_loss": "simpo", "model.dpo.sft_loss_weight": None, "model.optim.lr": 4e-6,
+      "model.dpo.ref_policy_kl_penalty": 0.3}, [Message("without effect", "cpo_alpha=0.0")]),
+    ("a.py", "def make():\n    return DPOConfig('o', learning_rate=4e-6)\na = make()\na.beta = 0.3\n"
+     "DPOTrainer('o/m', args=a)",
+     {"model.optim.lr": 4e-6, "model.dpo.ref_policy_kl_penalty": 0.3, "exp_manager.explicit_log_dir": "o"}, []),
     ("a.sh", "accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 scripts/run_kto.py "
      "--dataset_name o/d --eval_strategy epoch --no_remove_unused_columns 2>&1 | tee log &",
      {DATA: {"train": "hf:o/d", "validation": "hf:o/d:test"}, "trainer.devices": 4, "trainer.num_nodes": 2},
      [Message("--mixed_precision", "launcher"), Message("remove_unused_columns=false")]),
     ("a.sh", "torchrun --nproc_per_node 2 mine.py --config a.yaml --beta 0.3",
      {"model.kto.ref_policy_kl_penalty": 0.3, "model.optim.lr": 5e-7, "model.global_batch_size": 16}, []),
+    ("a.sh", "ARGS=(--beta 3)\nsrun torchrun --nnodes=2 --nproc-per-node=8 -m trl.scripts.kto \"${ARGS[@]}\" "
+     "--dataset_name o/d\npython -m trl.scripts.dpo", {DATA: "hf:o/d", "model.global_batch_size": 128, "trainer.devices": 8},
+     [Message("${ARGS[@]}", "a.sh:2", "write it there")]),
+    ("a.yaml", "{loss_type: kto, max_steps: 1000, num_train_epochs: 2, eval_strategy: steps, eval_steps: 0.1, "
+     "save_steps: 0.25}",
+     {"trainer.kto.val_check_interval": 100, "trainer.kto.save_interval": 250}, []),
+    ("a.yaml", "{loss_type: kto, num_train_epochs: 2, eval_strategy: steps, eval_steps: 0.1}",
+     {"trainer.kto.val_check_interval": 0.2}, []),
     ("a.sh", "export NPROC_PER_NODE=2\nLR=1e-5 # it's fast\nswift rlhf --rlhf_type kto --dataset 'a#b.jsonl' c.jsonl#20 \\\n"
      " --lr $LR --beta $NONE --output_dir \"out/${SIZE:-7b}/$((4 / 2))\"",
      {DATA: ["a", "c.jsonl"], "model.optim.lr": 1e-5, "trainer.devices": 2, "exp_manager.explicit_log_dir": "out/7b/2",
@@ -386,11 +436,15 @@ READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
     ("a.yaml", "{loss_type: hinge, label_smoothing: 0.1, warmup_ratio: 0.1, warmup_steps: 5}",
      {"model.dpo.label_smoothing": None},
      [Message("label_smoothing=0.1", "ignores"), Message("warmup_ratio=0.1", "warmup_steps")]),
-    ("a.yaml", "{loss_type: kto, model_name_or_path: experts}", {"model.moe_aux_loss_coeff": 0.001},
-     [Message("experts/config.json")]),
+    ("a.yaml", "{loss_type: kto, model_name_or_path: experts}", {"model.moe_aux_loss_coeff": 0.000167},
+     [Message("router_aux_loss_coef=0.001", "8 experts", "48 layers")]),
+    ("a.yaml", "{loss_type: kto, model_name_or_path: experts, router_aux_loss_coef: 0.9}",
+     {"model.moe_aux_loss_coeff": 0.15}, [Message("router_aux_loss_coef=0.9", "8 experts", "48 layers")]),
     ("a.yaml", "{loss_type: kto, model_name_or_path: o/m}", {"model.moe_aux_loss_coeff": None},
      [Message("router_aux_loss_coef")]),
-    ("a.yaml", "{loss_type: kto, router_aux_loss_coef: 0.02}", {"model.moe_aux_loss_coeff": 0.02}, []),
+    ("a.yaml", "{loss_type: kto, router_aux_loss_coef: 0.02}", {"model.moe_aux_loss_coeff": None},
+     [Message("router_aux_loss_coef=0.02", "experts per token / layers")]),
+    ("a.yaml", "{loss_type: kto, router_aux_loss_coef: 0}", {"model.moe_aux_loss_coeff": 0}, []),
 ]  # fmt: skip
 
 
@@ -402,7 +456,7 @@ def test_programs_and_scripts_are_read(
     (tmp_path / "a.yaml").write_text("{learning_rate: 5.0e-7, beta: 0.2}")
     (tmp_path / "mine.py").write_text("TrlParser((ScriptArguments, KTOConfig))")
     (tmp_path / "experts").mkdir()
-    (tmp_path / "experts/config.json").write_text('{"router_aux_loss_coef": 0.001, "output_router_logits": false}')
+    (tmp_path / "experts/config.json").write_text(json.dumps(EXPERTS))
     (tmp_path / name).write_text(text)
     given = read_options(Path(name))
     found = translate(given.values, trainer=given.trainer, method=given.method)
