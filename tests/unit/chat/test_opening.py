@@ -28,6 +28,7 @@ _ADAPTERS = {
     "PiSSA": peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"),
     "a rank for each module": peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], rank_pattern={"q_proj": 1}),
     "LoHa": peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+    "LoKr": peft.LoKrConfig(r=2, target_modules=["q_proj"]),
     "IA3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
 }
 
