@@ -30,7 +30,7 @@ from nemo_kto.architecture.lora import (
     hf_module,
 )
 from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_header, tensor_shapes
-from nemo_kto.errors import UserError, printable, show
+from nemo_kto.errors import UserError, either, printable, show
 from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
 
@@ -70,6 +70,7 @@ _HARMLESS = {
     "runtime_config", "target_modules", "target_parameters", "task_type",
     "use_dora", "use_rslora",
 }  # fmt: skip
+_MERGEABLE = ("LOHA", "LOKR", "IA3")  # types other than LoRA that inference merges into the model
 # Remedies for tensors that are not supported, by a part of their names.
 _REMEDIES = {
     ".experts.": "; experts need names of their own",
@@ -77,22 +78,27 @@ _REMEDIES = {
 }
 
 
-class _Config(BaseModel):
-    """Fields of PEFT's configuration that are read."""
+class _LoRA(BaseModel):
+    """Fields of PEFT's configuration of LoRA with any features."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
     r: Annotated[int, Ge(1)]
     lora_alpha: Annotated[float, Gt(0), Le(MAX_ALPHA)]
     lora_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    target_modules: str | list[str] | None = None
+    use_dora: bool | None = None
+    use_rslora: bool | None = None
+
+
+class _TrainedLoRA(_LoRA):
+    """The same of adapters that can be trained."""
+
     bias: Literal["none"] = "none"
     # others (PiSSA, OLoRA, ...) modify the base model and train on the result
     init_lora_weights: Annotated[
         bool | Literal["gaussian", "eva", "orthogonal"] | None,
         Field(description="an initialisation that leaves the base model unchanged"),
     ] = True
-    target_modules: str | list[str] | None = None
-    use_dora: bool | None = None
-    use_rslora: bool | None = None
 
 
 def read_adapter_settings(folder: str | Path) -> LoRASettings:
@@ -157,7 +163,7 @@ def check_adapter(folder: Path) -> None:
     It may have features that cannot be trained. Raises UserError as :func:`read_adapter_settings` otherwise.
     """
     config, _ = _read(folder)
-    if wrong := _wrong_settings(config):
+    if wrong := _wrong_settings(config, _LoRA, *_MERGEABLE):
         remedy = "download the adapter again, or write it with save_pretrained"
         raise UserError(f"{folder / ADAPTER_CONFIG}: {'; '.join(wrong)}; {remedy}")
 
@@ -175,11 +181,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
     return read_json(config_file), tensor_shapes(weights)
 
 
-def _wrong_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the problems of settings that LoRA of any features has."""
-    if config.get("peft_type") != "LORA":
-        return [f"peft_type must be LORA, got {show(config.get('peft_type'))}"]
-    return list(file_errors(_Config, config).values())
+def _wrong_settings(config: Mapping[str, Any], fields: type[_LoRA] = _TrainedLoRA, *others: str) -> list[str]:
+    """Return the problems of settings with the ``fields`` of LoRA; PEFT checks those of ``others``, which are types."""
+    if config.get("peft_type") not in ("LORA", *others):
+        return [f"peft_type must be {either(['LORA', *others])}, got {show(config.get('peft_type'))}"]
+    return list(file_errors(fields, config).values()) if config["peft_type"] == "LORA" else []
 
 
 def is_our_adapter(folder: Path) -> bool:

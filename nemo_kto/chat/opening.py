@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, MODULES, key_mapping, text_model_prefix
+from nemo_kto.artifacts.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MODULES,
+    beginning_of,
+    key_mapping,
+    text_model_prefix,
+)
+from nemo_kto.artifacts.safetensors_files import read_header
 from nemo_kto.artifacts.sources import check_files
 from nemo_kto.data.tokens.bounded import BoundedProcess, LimitError, WorkError
 from nemo_kto.errors import UserError, printable
@@ -28,7 +36,8 @@ _MAX_NAMES = 3  # of missing weights, in a message
 _PEFT_MUST = "peft must load the adapters, got"
 _ADAPTER_REMEDY = "name the run, whose merged model is used"
 _FROM_FOLDER: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-trial = BoundedProcess(imports=("torch", "transformers"), max_bytes=2**32)  # of all models of a command
+# Of all models of a command. With these modules most of transformers is imported before the time of a model is measured.
+trial = BoundedProcess(imports=("transformers.modeling_utils", "nemo_kto.data.tokens.chat"), max_bytes=2**32)
 
 
 def open_model(
@@ -93,7 +102,8 @@ def _merge(model: Any, folder: Path, adapters: Path) -> Any:
         named: Any = {"config": _peft_config(adapters), "key_mapping": mapping}
         merged = PeftModel.from_pretrained(model, str(adapters), **named).merge_and_unload()
     # Without effect in other parts, such as those for images, whose modules may have the same names.
-    start = MODULES + (text_model_prefix(folder) or "")
+    prefix, names = text_model_prefix(folder), read_header(adapters / ADAPTER_WEIGHTS)[0]
+    start = MODULES + prefix if prefix is not None else beginning_of(names) or MODULES
     absent = [name for each in said for name in re.findall(r"'([^']+)'", str(each.message)) if name.startswith(start)]
     if absent:
         raise UserError(f"{adapters} must have all weights of the adapters, got none for {_some(absent)}; {_ADAPTER_REMEDY}")

@@ -8,7 +8,7 @@ import gc
 import io
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from nemo_kto.artifacts.sources import is_peft_folder, is_whole_model, remedy_fo
 from nemo_kto.chat.opening import trial
 from nemo_kto.cli import integer_from, number
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
+from nemo_kto.data.tokens.template_trial import renderer
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
@@ -140,12 +141,20 @@ def check_sampling(flags: argparse.Namespace) -> None:
         raise UserError("--device must be cpu or auto on a machine without a GPU, got gpu; leave it out")
 
 
+@contextlib.contextmanager
+def trials() -> Iterator[None]:
+    """Start the processes that try models and render templates while this one imports libraries; end that of models."""
+    with contextlib.closing(trial):
+        trial.start()
+        renderer.start()
+        yield
+
+
 def load_models(named: Mapping[str, Path]) -> list[ChatModel]:
     """Load the models in the folders that :func:`find_model` has found, by their names in the output."""
     bases = {label: base_of_adapters(folder) for label, folder in named.items()}
     gc.enable()  # `nemo-kto` disables it for commands that end soon
-    with contextlib.closing(trial):
-        trial.start()
+    with trials():
         from nemo_kto.chat.session import ChatModel, faster_dtype
 
         take_over()

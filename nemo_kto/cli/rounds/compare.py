@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.artifacts.content import quick_hash
 from nemo_kto.cli import aligned
-from nemo_kto.cli.chat import check_sampling, find_model
+from nemo_kto.cli.chat import check_sampling, find_model, trials
 from nemo_kto.cli.rounds import (
     add_deciders,
     judge_mistakes,
@@ -174,13 +174,14 @@ def _decider(flags: argparse.Namespace) -> tuple[str, Decider]:
         return f"judge {judge.model}, rubric {rubric_hash(rubric)}", judge.votes
     folder = find_model("--reward-model", flags.reward_model)
     gc.enable()  # `nemo-kto` disables it for commands that end soon
-    from nemo_kto.chat.reward import RewardModel
+    with trials():
+        from nemo_kto.chat.reward import RewardModel
 
-    take_over()
-    try:
-        return f"reward-model {flags.reward_model}", partial(_by_reward_model, RewardModel(folder=folder))
-    except UserError as error:
-        raise UserError(f"--reward-model {error}") from None
+        take_over()
+        try:
+            return f"reward-model {flags.reward_model}", partial(_by_reward_model, RewardModel(folder=folder))
+        except UserError as error:
+            raise UserError(f"--reward-model {error}") from None
 
 
 def _expected(name: str, given: str, flags: argparse.Namespace, drawing: Mapping[str, Any] | None) -> list[Sampled]:
