@@ -87,7 +87,7 @@ def test_two_real_jobs(tmp_path: Path, tiny_llama: Path) -> None:
     program, command_name, *folders = shlex.split(rows[-1][0].removeprefix("compare them: "))
     assert (program, command_name, folders) == ("nemo-kto", "report", ["runs/0", "runs/1"])
     report.main([*(str(tmp_path / folder) for folder in folders), "--out", str(tmp_path / "both.html")])
-    assert (tmp_path / "both.md").read_text().startswith("# Comparison of 2 runs")
+    assert "<h1>Comparison of 2 runs</h1>" in (tmp_path / "both.html").read_text()
 
 
 def test_shares_of_the_rows_are_not_swept(tmp_path: Path) -> None:
