@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing import util
 from multiprocessing.connection import Connection
@@ -15,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
+from nemo_kto.data.tokens.parts import JOB_SIGNALS, end_with_parent, isolated_starts
 from nemo_kto.errors import printable
 
 _OUT_OF_MEMORY = 3  # exit status
@@ -98,6 +99,7 @@ def _serve(connection: Connection, imports: tuple[str, ...], max_bytes: int) -> 
     """Do the work that is sent, until the other end is closed."""
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()  # also during the imports
     for module in imports:
         importlib.import_module(module)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries write there when memory ends

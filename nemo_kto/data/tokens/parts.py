@@ -130,13 +130,14 @@ def _begin(pickled: str) -> None:
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # written by the process that started this one, in a folder that only this user can open
     _work = pickle.loads(Path(pickled).read_bytes())  # nosec B301
     gc.freeze()  # exempt all imported objects from garbage collection
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, however it does."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
