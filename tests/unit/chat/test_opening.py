@@ -40,7 +40,7 @@ def write_adapters(model: Any, config: peft.PeftConfig, folder: Path) -> Path:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.normal_()
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return folder
 
 
