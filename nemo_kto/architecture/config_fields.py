@@ -76,6 +76,7 @@ class ModelFields(BaseModel):
     max_position_embeddings: Count = ABSENT
     original_max_position_embeddings: Count = ABSENT
     num_hidden_layers: PartCount = ABSENT
+    router_aux_loss_coef: PositiveOrZero | None = None
     num_attention_heads: Count = ABSENT
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None

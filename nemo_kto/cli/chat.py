@@ -158,8 +158,8 @@ def load_models(named: Mapping[str, Path]) -> list[ChatModel]:
         from nemo_kto.chat.session import ChatModel, faster_dtype
 
         take_over()
-        how = {"dtype": faster_dtype()}
-        return [ChatModel(label=label, folder=folder, base=bases[label], **how) for label, folder in named.items()]
+        dtype = faster_dtype()
+        return [ChatModel(label=label, folder=folder, base=bases[label], dtype=dtype) for label, folder in named.items()]
 
 
 def find_model(argument: str, name: str) -> Path:

@@ -120,8 +120,7 @@ def row_lines(splits: Splits[Any]) -> dict[str, str]:
 def balance_line(weight: float, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the line about the load-balancing loss of a mixture of experts, with the coefficient in its config.json."""
     unused, text = config.get("router_aux_loss_coef"), "load-balancing loss" if weight else "no load-balancing loss"
-    is_number = isinstance(unused, int | float) and unused
-    note = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used" if is_number else ""
+    note = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used" if unused else ""
     return {"experts": f"{text} (model.moe_aux_loss_coeff={weight:g}{note})"}
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.data.batches.dataset import SplitCounts, Splits
 from nemo_kto.run.rows import split_text
 from nemo_kto.run.summary import balance_line, row_lines
+from tests.helpers.published_configs import published, write
 
 
 @pytest.mark.parametrize(
@@ -36,19 +39,17 @@ def test_rows_that_are_left_out_are_in_the_table() -> None:
     assert row_lines(splits) == {"labels": "l", "left out": "3 rows without a label", "special tokens": "of 2 rows"}
 
 
-# router_aux_loss_coef of published models, each with output_router_logits=false; DeepSeek-V3 has none
-PUBLISHED = {"Mixtral-8x22B-v0.1": 0.001, "Qwen3-30B-A3B": 0.001, "granite-4.0-h-tiny": 0.0001, "gpt-oss-20b": 0.9}
-OFF = {"Qwen3-Coder-480B-A35B": {"router_aux_loss_coef": 0.0}, "DeepSeek-V3": {}, "granite": {"router_aux_loss_coef": None}}
+# router_aux_loss_coef of published files, each with output_router_logits=false, or with neither
+PUBLISHED = {
+    "mistralai--Mixtral-8x22B-v0.1": 0.001, "Qwen--Qwen3.5-122B-A10B": 0.001, "ibm-granite--granite-4.0-h-tiny": 0.0001,
+    "openai--gpt-oss-20b": 0.9, "Qwen--Qwen3-Coder-480B-A35B-Instruct": 0, "deepseek-ai--DeepSeek-V3": 0,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("unused", PUBLISHED.values(), ids=PUBLISHED)
-def test_a_coefficient_that_is_not_used_is_in_the_table(unused: float) -> None:
-    config = {"router_aux_loss_coef": unused, "output_router_logits": False}
-    rest = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used)"
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_coefficient_that_is_not_used_is_in_the_table(name: str, tmp_path: Path) -> None:
+    config, _ = read_config_file(write(published(name), tmp_path))
+    unused = PUBLISHED[name]
+    rest = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used)" if unused else ")"
     assert balance_line(0.0, config)["experts"] == f"no load-balancing loss (model.moe_aux_loss_coeff=0{rest}"
     assert balance_line(0.01, config)["experts"] == f"load-balancing loss (model.moe_aux_loss_coeff=0.01{rest}"
-
-
-@pytest.mark.parametrize("config", OFF.values(), ids=OFF)
-def test_models_without_a_coefficient(config: dict[str, Any]) -> None:
-    assert balance_line(0.0, config)["experts"] == "no load-balancing loss (model.moe_aux_loss_coeff=0)"
