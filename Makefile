@@ -46,7 +46,7 @@ NOT_SILENT := echo 'installing (the first time this takes minutes)'; $(STILL_RUN
 # What the newest megatron-core and torch could change: models, gradients, steps, checkpoints, messages; at a sample of layouts.
 DISTRIBUTED312 := {layouts,experts,pipeline_stages,gradients,logprobs,context,load_balance,main_grad,fp8,offload}
 DISTRIBUTED312 += {lora*,dora,checkpoint*,elastic,export,moments,overlap,traffic,plan_activations,engine_names,no_waiting}
-TESTS312 := tests/unit/models/test_attention.py tests/unit/device/test_kernels.py
+TESTS312 := tests/unit/layers/test_attention.py tests/unit/device/test_kernels.py
 TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_huggingface.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 

@@ -53,7 +53,7 @@ def our_steps(folder: Path, batches: Batches, lr: float) -> list[float]:
     import torch
 
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.huggingface.weights import load_weights
+    from nemo_kto.huggingface.hf_weights import load_weights
     from nemo_kto.models.engine.optimizer import build_optimizer, wrap_data_parallel
     from nemo_kto.models.engine.reference import SwappedWeights
     from nemo_kto.models.gpt import build_gpt

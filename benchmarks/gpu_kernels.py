@@ -157,7 +157,7 @@ def exact_attention(parts: list[torch.Tensor], lengths: list[int]) -> torch.Tens
 
 def attention(heads: int, groups: int, size: int, *, toy: bool) -> dict[str, Any]:
     """Packed attention with grouped heads: errors of values and gradients, milliseconds and memory of both passes."""
-    from nemo_kto.models.layers.attention import packed_attention
+    from nemo_kto.layers.attention import packed_attention
 
     call = packed_attention(BF16)
     if call is None:
@@ -285,7 +285,7 @@ def layer(tokens: int, *, lora: bool, toy: bool) -> dict[str, float]:
     """
     from nemo_kto.architecture.lora import LoRASettings
     from nemo_kto.distributed import state
-    from nemo_kto.models.layers.attention import PackedSequences
+    from nemo_kto.layers.attention import PackedSequences
     from tests.helpers import lora_jobs
 
     size = min(512, tokens)

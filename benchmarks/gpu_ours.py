@@ -32,13 +32,13 @@ from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.planner.memory import CONTEXT
-from nemo_kto.planner.micro_batches import repeats_keys
-from nemo_kto.planner.plan_run import make_plan, these_machines
+from nemo_kto.memory.memory import CONTEXT
+from nemo_kto.memory.micro_batches import repeats_keys
+from nemo_kto.memory.run_plan import make_plan, these_machines
 from nemo_kto.run import build
-from nemo_kto.run.rows import counted_rows
-from nemo_kto.run.summary import start_lines
-from nemo_kto.telemetry.summary import table
+from nemo_kto.run.row_counts import counted_rows
+from nemo_kto.run.start_summary import start_lines
+from nemo_kto.telemetry.text_table import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 
 UNCOUNTED = 2  # steps of a setting in which kernels are compiled and memory is first allocated

@@ -137,8 +137,8 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.data.batches.loader import KTOCosts, balanced_shares, every_nth
+    from nemo_kto.layers.packing import pack_lengths
     from nemo_kto.models.flops import ModelFlops, Passes
-    from nemo_kto.models.layers.packing import pack_lengths
 
     tokenizer, flops = (
         AutoTokenizer.from_pretrained(model),

@@ -88,8 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def one_trial() -> Iterator[None]:
     """The interpreter that tries models is started once, and not by each test that opens one."""
-    from nemo_kto.chat import opening
-    from nemo_kto.cli import chat
+    from nemo_kto.tools.chat import chat_command as chat
+    from nemo_kto.tools.inference import opening
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "trial", SimpleNamespace(start=opening.trial.start, close=lambda: 0))

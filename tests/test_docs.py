@@ -14,7 +14,7 @@ from docs.site import generate, pages
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli import main
 from nemo_kto.config import compose
-from nemo_kto.config.check import read_positions
+from nemo_kto.config.checker import read_positions
 from nemo_kto.config.migration import aligner_keys
 from tests.helpers.documented import NEEDS, Block, blocks, commands, modules, runnable
 

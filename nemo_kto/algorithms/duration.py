@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from nemo_kto.algorithms.protocols import Loader
-from nemo_kto.data.rows.sources import UNNAMED
+from nemo_kto.data.rows.data_sources import UNNAMED
 
 Raw = TypeVar("Raw")
 ValidationLoaders = Loader[Any] | Mapping[str, Loader[Any]] | None

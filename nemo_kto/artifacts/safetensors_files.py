@@ -24,7 +24,7 @@ WRITTEN_BY = "nemo_kto"  # marks files of this program in their metadata
 _REMEDY = "download or write it again"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per value
 FP8, FP8_SCALE, INT32, UINT8 = "F8_E4M3", "F8_E8M0", "I32", "U8"
-# The same for tensors of quantized weights (huggingface/stored.py), and of masks of GPT-NeoX and GPT-J.
+# The same for tensors of quantized weights (huggingface/quantized.py), and of masks of GPT-NeoX and GPT-J.
 _OTHERS = {
     FP8: 1, "F8_E5M2": 1, FP8_SCALE: 1, "I8": 1, UINT8: 1, "BOOL": 1, "I16": 2, "U16": 2, INT32: 4, "U32": 4, "I64": 8,
 }  # fmt: skip

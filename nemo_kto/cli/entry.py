@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def look_at_checkpoints(argv: list[str]) -> None:
-    from nemo_kto.cli.checkpoint import main as command
+    from nemo_kto.cli.checkpoint_command import main as command
     from nemo_kto.errors import UserError
     from nemo_kto.utils.text import print_error
 

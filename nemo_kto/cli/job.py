@@ -21,11 +21,11 @@ from omegaconf import DictConfig
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.artifacts.hub import is_hub_name
 from nemo_kto.config import compose
-from nemo_kto.config.check import Checker, InvalidConfig
+from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.mistakes import does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
-from nemo_kto.config.rules.gpu import check_transformer_engine
-from nemo_kto.config.rules.training import run_errors, unused_keys
+from nemo_kto.config.rules.gpu_rules import check_transformer_engine
+from nemo_kto.config.rules.training_rules import run_errors, unused_keys
 from nemo_kto.device import device, environment
 from nemo_kto.errors import ConfigError, UserError, plural, redacted
 from nemo_kto.processes import ranks, signals
@@ -57,9 +57,9 @@ class Job:
         """Return the overrides with a layout in the place of recipe=auto, and print it; raise InvalidConfig for mistakes."""
         if not any(map(compose.is_auto, overrides)):
             return list(overrides)
-        from nemo_kto.planner.auto import settle
-        from nemo_kto.planner.plan_run import Machines, these_machines
-        from nemo_kto.planner.speed import known_gpu
+        from nemo_kto.memory.run_plan import Machines, these_machines
+        from nemo_kto.memory.speed import known_gpu
+        from nemo_kto.tools.plan.auto import settle
 
         def machines_of(run: ResolvedRun) -> Machines:
             machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
@@ -122,7 +122,7 @@ class Job:
         if run.cfg.trainer.accelerator == "cpu":
             device.force_cpu()
         if self.world is None:
-            from nemo_kto.report.record import check_not_in_use, record_failure
+            from nemo_kto.records.run_record import check_not_in_use, record_failure
 
             try:
                 check_not_in_use(run.folder)  # before the seconds that the imports of the ranks take

@@ -40,19 +40,19 @@ _SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepRepo
 
 # Command that only prints -> its module, and its function if it is not main.
 _PRINTING = {
-    "chat": "chat",
-    "import": "convert:import_model",
-    "plan": "plan",
-    "translate": "translate",
-    "check": "check_run",
-    "checkpoint": "checkpoint",
-    "report": "report",
-    "data preview": "data.preview",
-    "data check": "data.check",
-    "data tokenise": "data.preview:tokenise",
-    "sample": "rounds.sample",
-    "label": "rounds.label",
-    "compare": "rounds.compare",
+    "chat": "tools.chat.chat_command",
+    "import": "cli.export_command:import_model",
+    "plan": "tools.plan.plan_command",
+    "translate": "tools.translate.translate_command",
+    "check": "tools.plan.check_command",
+    "checkpoint": "cli.checkpoint_command",
+    "report": "tools.report.report_command",
+    "data preview": "tools.inspect.preview_command",
+    "data check": "tools.inspect.check_data_command",
+    "data tokenise": "tools.inspect.preview_command:tokenise",
+    "sample": "tools.rounds.sample_command",
+    "label": "tools.rounds.label_command",
+    "compare": "tools.rounds.compare_command",
 }
 
 _USAGE = """\
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = arguments[0] if arguments else "--help"
     try:
         if command == "export":
-            from nemo_kto.cli.convert import export
+            from nemo_kto.cli.export_command import export
 
             export(arguments[1:])
             return
@@ -170,7 +170,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
             set_up_logging(rank=0)
         try:
             module, _, function = _PRINTING[command].partition(":")
-            run = getattr(importlib.import_module(f"nemo_kto.cli.{module}"), function or "main")
+            run = getattr(importlib.import_module(f"nemo_kto.{module}"), function or "main")
             if (status := run(arguments[len(command.split()) :])) is not None:
                 sys.exit(status)
         except UserError as error:
@@ -192,7 +192,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """Train: `nemo-kto NAME` and the scripts in examples/; ``argv`` contains positions, overrides and Hydra's flags."""
     from nemo_kto.cli.job import Job, refuse_mistakes
     from nemo_kto.config import compose
-    from nemo_kto.config.check import SHORT, read_positions
+    from nemo_kto.config.checker import SHORT, read_positions
     from nemo_kto.config.keys import as_text
     from nemo_kto.config.migration import forced
 
@@ -223,7 +223,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     elsewhere = any(text.startswith("hydra/launcher=") for text in given)
     job = Job(recipe=recipe, source=source, world=world, elsewhere=elsewhere)
     if others:
-        from nemo_kto.cli.translate import refuse_options
+        from nemo_kto.tools.translate.translate_command import refuse_options
 
         refuse_options(job, others, flags.words)
     if misplaced:

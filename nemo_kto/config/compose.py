@@ -228,7 +228,7 @@ def recipe_of(config: DictConfig) -> Recipe:
 
 
 def is_auto(override: str) -> bool:
-    """Return whether an override is recipe=auto, in whose place planner/auto.py puts a layout."""
+    """Return whether an override is recipe=auto, in whose place tools/plan/auto.py puts a layout."""
     return re.fullmatch(r"""recipe=(['"]?)auto\1""", override) is not None
 
 

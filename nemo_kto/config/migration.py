@@ -25,9 +25,9 @@ _PLUS = re.compile(r"\+(?=[A-Za-z]\w*\.[\w.]+=)")  # the plus of +KEY=VALUE; con
 
 
 @cache
-def read_table(name: str) -> dict[str, Any]:
-    """Return the content of a YAML file beside this module."""
-    text = (resources.files(__package__) / f"{name}.yaml").read_text(encoding="utf-8")
+def read_table(name: str, package: str = __package__) -> dict[str, Any]:
+    """Return the content of a YAML file of a package."""
+    text = (resources.files(package) / f"{name}.yaml").read_text(encoding="utf-8")
     return dict(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # nosec B506  # both are safe
 
 

@@ -23,10 +23,10 @@ from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, is_checkpoint
 from nemo_kto.artifacts.hub import is_hub_name, local_folder
+from nemo_kto.artifacts.model_folders import ModelSource, find_source
 from nemo_kto.artifacts.safetensors_files import OUTPUT_WEIGHT, has_own_output
-from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.rows.sources import validation_names
+from nemo_kto.data.rows.data_sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, import_object
 from nemo_kto.losses.metrics import metric_prefix

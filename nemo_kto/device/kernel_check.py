@@ -18,7 +18,7 @@ _GROUPS = 2
 _ON_HOST = torch.device("cpu")  # where tensors are created by default, unless a model is built without values ("meta")
 
 Form = Callable[..., Tensor]
-"""A function of a pack's inputs, ``lengths`` and ``prompts`` (see ``models/layers/packing.py``) that returns its outputs."""
+"""A function of a pack's inputs, ``lengths`` and ``prompts`` (see ``layers/packing.py``) that returns its outputs."""
 
 
 def draw_inputs(*shapes: tuple[int, ...]) -> list[Tensor]:

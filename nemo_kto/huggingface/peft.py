@@ -40,10 +40,10 @@ from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, read_header
 from nemo_kto.checkpoint.model_state import adapters_of
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
+from nemo_kto.huggingface.hf_weights import read_weights
 from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
-from nemo_kto.huggingface.stored import StoredWeight
+from nemo_kto.huggingface.quantized import StoredWeight
 from nemo_kto.huggingface.stream import gather_weights
-from nemo_kto.huggingface.weights import read_weights
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 
@@ -55,7 +55,7 @@ def export_adapter(
     base_model: str | Path,
     describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.weights.export` writes the model.
+    """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.hf_weights.export` writes the model.
 
     ``base_model`` (folder or name) is recorded in the configuration. Raises like ``export``, and ValueError for a model
     without adapters.

@@ -24,7 +24,7 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
-from nemo_kto.models.layers.attention import PackedSequences
+from nemo_kto.layers.attention import PackedSequences
 from nemo_kto.models.transformer import block_spec, transformer_config
 
 

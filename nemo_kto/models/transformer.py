@@ -27,11 +27,11 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel
-from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU
-from nemo_kto.models.layers.linear import with_bias
-from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter, CorrectedRouter
-from nemo_kto.models.layers.norm import TorchLayerNorm, TorchNorm
-from nemo_kto.models.layers.residual import ParallelLayer, PostNormLayer, ScaledResidualLayer
+from nemo_kto.layers.gated_activation import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU
+from nemo_kto.layers.linear import with_bias
+from nemo_kto.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter, CorrectedRouter
+from nemo_kto.layers.norm import TorchLayerNorm, TorchNorm
+from nemo_kto.layers.residual import ParallelLayer, PostNormLayer, ScaledResidualLayer
 from nemo_kto.models.mixers import MODULES
 
 

@@ -32,20 +32,19 @@ from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun, find_callback
-from nemo_kto.config.rules.gpu import check_gpu
+from nemo_kto.config.rules.gpu_rules import check_gpu
 from nemo_kto.config.saved_config import public_config, save_config
 from nemo_kto.config.schema import RunConfig, ScheduleConfig
 from nemo_kto.device import device
 from nemo_kto.device.precision import dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
+from nemo_kto.memory.micro_batches import micro_batch_limits, repeats_keys
+from nemo_kto.memory.run_plan import Machines, check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
-from nemo_kto.planner.auto import START
-from nemo_kto.planner.micro_batches import micro_batch_limits, repeats_keys
-from nemo_kto.planner.plan_run import Machines, check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.lifecycle import (
@@ -61,16 +60,17 @@ from nemo_kto.run.lifecycle import (
     stop_early,
 )
 from nemo_kto.run.policy import Policy, build_policy, check_sources
-from nemo_kto.run.reference import ReferenceSetup, build_reference
+from nemo_kto.run.reference_setup import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
-from nemo_kto.run.rows import counted_rows, model_tokenizer
+from nemo_kto.run.row_counts import counted_rows, model_tokenizer
 from nemo_kto.run.samples import Sampler, build_sampler, extreme_rows
-from nemo_kto.run.summary import start_lines
+from nemo_kto.run.start_summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
 from nemo_kto.telemetry.progress import Progress
-from nemo_kto.telemetry.summary import table
+from nemo_kto.telemetry.text_table import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+from nemo_kto.tools.plan.auto import START
 from nemo_kto.utils.text import redacted_value
 
 logger = logging.getLogger(__name__)

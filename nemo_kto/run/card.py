@@ -23,16 +23,16 @@ import yaml
 from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
-from nemo_kto.artifacts.content import CARD, auto_class
 from nemo_kto.artifacts.hub import HUB, hub_name
+from nemo_kto.artifacts.model_content import CARD, auto_class
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
-from nemo_kto.data.rows.sources import validation_names
+from nemo_kto.data.rows.data_sources import validation_names
 from nemo_kto.errors import UserError, plural
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import metric_prefix
-from nemo_kto.report.facts import value_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
+from nemo_kto.tools.report.facts import value_text
 from nemo_kto.utils.files import load_yaml, read_bytes, read_json
 from nemo_kto.utils.text import markdown_code, markdown_table, markdown_text, mixture_name
 
@@ -141,8 +141,8 @@ def write_card(folder: Path, sources: CardSources) -> None:
     wanted = sources.config.get("export.report", True)
     if wanted and sources.run is not None and (sources.run / METRICS_FILE).is_file():
         try:
-            from nemo_kto.report.drawing import summary_picture
-            from nemo_kto.report.record import read_run
+            from nemo_kto.records.drawing import summary_picture
+            from nemo_kto.records.run_record import read_run
 
             summary_picture(read_run(sources.run), folder / PICTURE)
             has_picture = True

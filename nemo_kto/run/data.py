@@ -22,13 +22,13 @@ from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
 from nemo_kto.data.rows.prompts import read_prompts
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.memory.micro_batches import multiple_of
 from nemo_kto.models.engine.generation import Decoding
-from nemo_kto.planner.micro_batches import multiple_of
-from nemo_kto.report.record import first_date
-from nemo_kto.run.rows import collate_settings, model_vocab_size, shares_of, source_settings
+from nemo_kto.records.run_record import first_date
+from nemo_kto.run.row_counts import collate_settings, model_vocab_size, shares_of, source_settings
 from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_sup
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, describe, redacted
 from nemo_kto.huggingface.folders import check_target
-from nemo_kto.huggingface.weights import export_bytes
+from nemo_kto.huggingface.hf_weights import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.report.record import (
+from nemo_kto.records.run_record import (
     ANOTHER_FOLDER,
     DATE,
     FAILED,
@@ -50,7 +50,7 @@ from nemo_kto.report.record import (
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.resume import Resumption
-from nemo_kto.run.summary import end_table
+from nemo_kto.run.start_summary import end_table
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
 from nemo_kto.utils.saved_records import read_object_as
@@ -320,7 +320,7 @@ def make_report(run: ResolvedRun) -> Path | None:
     if not run.cfg.export.report:
         return None
     try:
-        from nemo_kto.report.page import write_report
+        from nemo_kto.tools.report.report_page import write_report
 
         write_report([read_run(run.folder)], out := run.folder / REPORT_FILE)
         return out

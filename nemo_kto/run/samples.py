@@ -22,7 +22,7 @@ from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.generation import generate
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.run.data import RunData, SamplePrompts
-from nemo_kto.run.rows import collate_settings
+from nemo_kto.run.row_counts import collate_settings
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE, ExtremeRow, Model, Sample, read_samples
 from nemo_kto.telemetry.timers import RunTimer
 

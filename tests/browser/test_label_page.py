@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from nemo_kto.rounds.answers import read_answers
-from nemo_kto.rounds.labelling import Labelling, pair_questions, single_questions
-from nemo_kto.rounds.page import PageServer
-from nemo_kto.rounds.rows import open_rows
+from nemo_kto.tools.inference.row_output import open_rows
+from nemo_kto.tools.rounds.answers import read_answers
+from nemo_kto.tools.rounds.label_page import PageServer
+from nemo_kto.tools.rounds.labelling import Labelling, pair_questions, single_questions
 from tests.helpers.tiny_models import write_rows
-from tests.unit.rounds.conftest import read
+from tests.unit.tools.rounds.conftest import read
 
 pytestmark = pytest.mark.browser
 LONG = "A lake is a body of water that is surrounded by land, and fed by rivers, rain and springs.\n\n" * 6

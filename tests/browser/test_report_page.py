@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from nemo_kto.report.page import write_report
-from nemo_kto.report.record import read_run
+from nemo_kto.records.run_record import read_run
+from nemo_kto.tools.report.report_page import write_report
 from tests.helpers.run_folders import RECORDED, data_of, healthy, write_extras, write_run
 
 pytestmark = pytest.mark.browser

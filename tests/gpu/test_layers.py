@@ -13,17 +13,17 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
 from nemo_kto.device import device
 from nemo_kto.device.kernels import delta_rule_kernel, scan_kernel, uses_transformer_engine, varlen_attention
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.weights import load_weights
+from nemo_kto.huggingface.hf_weights import load_weights
+from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
+from nemo_kto.layers.block_attention import block_attention
+from nemo_kto.layers.delta_rule import gated_delta_rule
+from nemo_kto.layers.packing import Prompts, token_positions
+from nemo_kto.layers.state_space import state_space_scan
+from nemo_kto.mixers.softmax_attention import QUERY_BLOCK
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
-from nemo_kto.models.layers.block_attention import block_attention
-from nemo_kto.models.layers.delta_rule import gated_delta_rule
-from nemo_kto.models.layers.packing import Prompts, token_positions
-from nemo_kto.models.layers.state_space import state_space_scan
 from nemo_kto.models.mixers.delta_kernel import fastest_delta_rule
 from nemo_kto.models.mixers.scan_kernel import fastest_scan
 from tests.helpers import hf_jobs, hf_models

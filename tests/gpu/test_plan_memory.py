@@ -12,11 +12,11 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine, varlen_attention
+from nemo_kto.layers.attention import PackedSequences, RepeatedHeads
+from nemo_kto.memory.activations import Activations
+from nemo_kto.memory.memory import CONTEXT
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.layers.attention import PackedSequences, RepeatedHeads
-from nemo_kto.planner.activations import Activations
-from nemo_kto.planner.memory import CONTEXT
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 from tests.helpers.training_jobs import train
 
@@ -75,7 +75,7 @@ def test_a_pack_saves_the_planned_bytes(family: str, changes: dict[str, Any], re
 
 
 def test_a_run_uses_the_planned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_kto.planner import plan_run
+    from nemo_kto.memory import run_plan as plan_run
 
     plans = []
 

@@ -76,7 +76,7 @@ GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix
 # What every command imports. Not what ``stub_training`` replaces, nor the command itself, which runs as __main__.
 _IMPORTED = (
     "hydra",
-    "nemo_kto.config.rules.training",
+    "nemo_kto.config.rules.training_rules",
     "nemo_kto.config.compose",
     "nemo_kto.processes.ranks",
     "torch.distributed.elastic.multiprocessing.errors",
@@ -85,7 +85,7 @@ _IMPORTED = (
 )
 # What training imports besides.
 TRAINING = (
-    "nemo_kto.run.reference",
+    "nemo_kto.run.reference_setup",
     "nemo_kto.algorithms.kto",
     "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model",
     "nemo_kto.telemetry.throughput",

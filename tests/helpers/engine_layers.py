@@ -18,8 +18,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.layers.norm import TorchNorm
 from nemo_kto.models import gpt, transformer
-from nemo_kto.models.layers.norm import TorchNorm
 
 
 class EngineAttention(MegatronModule):

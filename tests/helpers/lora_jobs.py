@@ -22,8 +22,8 @@ from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.device import device
 from nemo_kto.distributed import state
+from nemo_kto.huggingface.hf_weights import load_weights
 from nemo_kto.huggingface.peft import export_adapter, load_adapter
-from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks
 from nemo_kto.models.lora.adapters import add_adapters, constant_weights, disable_adapters, merge_adapters

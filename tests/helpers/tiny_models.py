@@ -171,8 +171,8 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
-    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2, SequenceMixer
     from nemo_kto.architecture.rope import Rope
+    from nemo_kto.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2, SequenceMixer
 
     delta_net = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, kernel=4)
     mamba = Mamba2(heads=4, groups=2, head_dim=3, state_dim=2, kernel=4, step_limits=(0.0, math.inf))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.cli.convert import import_model as main
+from nemo_kto.cli.export_command import import_model as main
 from nemo_kto.errors import UserError
 from tests.helpers import hf_models
 from tests.helpers import megatron_checkpoints as megatron

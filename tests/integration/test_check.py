@@ -13,7 +13,7 @@ from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
 
-PRELOAD = (*TRAINING, "nemo_kto.cli.check_run", "nemo_kto.cli.data.preview")
+PRELOAD = (*TRAINING, "nemo_kto.tools.plan.check_command", "nemo_kto.tools.inspect.preview_command")
 
 
 class Login:

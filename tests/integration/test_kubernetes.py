@@ -16,7 +16,7 @@ import yaml
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.config import compose
-from nemo_kto.config.check import read_positions
+from nemo_kto.config.checker import read_positions
 from tests.helpers.commands import CLI, REPOSITORY, environment
 from tests.helpers.tiny_models import make_rows, write_rows
 

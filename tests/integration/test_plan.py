@@ -35,7 +35,9 @@ def test_megatron_core_is_not_loaded(tiny_llama: Path, tmp_path: Path) -> None:
 
 def test_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     def run(*argv: str) -> tuple[int, list[str], list[str]]:
-        done = fork_server.run(["-c", PLAN, *argv], cwd=tmp_path, env=environment(), preload=("nemo_kto.cli.plan",))
+        done = fork_server.run(
+            ["-c", PLAN, *argv], cwd=tmp_path, env=environment(), preload=("nemo_kto.tools.plan.plan_command",)
+        )
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
     model = f"pretrained_checkpoint.restore_from_path={tiny_llama}"

@@ -23,7 +23,7 @@ from nbclient import NotebookClient
 
 import nemo_kto
 from nemo_kto.data.rows.arguments import data_prefix_of
-from nemo_kto.data.rows.files import read_rows
+from nemo_kto.data.rows.row_files import read_rows
 from tests.helpers.commands import REPOSITORY, environment
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_rows, write_rows, write_stub_model

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.chat.session import Answer, ChatModel
-from nemo_kto.cli.rounds import compare, label, sample
+from nemo_kto.tools.inference.session import Answer, ChatModel
+from nemo_kto.tools.rounds import compare_command as compare
+from nemo_kto.tools.rounds import label_command as label
+from nemo_kto.tools.rounds import sample_command as sample
 from tests.helpers.commands import environment
 from tests.helpers.messages import Message
 

@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from nemo_kto.cli import report
+from nemo_kto.tools.report import report_command as report
 from tests.helpers.commands import CLI, GOOD, TRAINING, environment, run, stub_training
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_rows, write_rows

@@ -20,8 +20,8 @@ from nemo_kto.data.rows.records import (
     records_of_row,
 )
 from nemo_kto.data.rows.values import read_values
-from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.content import as_parts
+from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.message_content import as_parts
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_tokenizer
 
@@ -45,7 +45,7 @@ OF_PARTS = ("idefics3", "llava_next", "smolvlm")  # write nothing, or fail, if t
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of a template starts an interpreter."""
-    monkeypatch.setattr("nemo_kto.data.tokens.chat._TRIAL_ROWS", 0)
+    monkeypatch.setattr("nemo_kto.data.tokens.chat_template._TRIAL_ROWS", 0)
 
 
 @pytest.fixture(params=["qwen2_5", "qwen3"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nemo_kto.data.rows.records import KTORecord, RowError
-from nemo_kto.data.tokens.chat import EncodedExample
+from nemo_kto.data.tokens.chat_template import EncodedExample
 from nemo_kto.data.tokens.drawn import read_drawn
-from tests.unit.rounds.test_drawn_answers import PROMPT, encoded, tools
+from tests.unit.tools.rounds.test_drawn_answers import PROMPT, encoded, tools
 
 pytestmark = pytest.mark.parity
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from nemo_kto.artifacts import tokenizer_files
-from nemo_kto.cli.convert import import_model as main
+from nemo_kto.cli.export_command import import_model as main
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from tests.helpers import hf_models

@@ -48,7 +48,7 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
     import torch
 
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.huggingface.weights import load_weights
+    from nemo_kto.huggingface.hf_weights import load_weights
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.engine.reference import SwappedWeights
     from nemo_kto.models.gpt import build_gpt
@@ -89,7 +89,7 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[Any]:
     from nemo_kto.data.batches.collate import kto_custom_collate
     from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
-    from nemo_kto.data.tokens.chat import RecordEncoder
+    from nemo_kto.data.tokens.chat_template import RecordEncoder
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     records = list(FileReader(fields=Fields(), broken=RowErrors()).kto_records(rows, FileColumns()))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # these take seconds to import, and the command line does not
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batches.dataset import Splits
     from nemo_kto.data.batches.loader import ExampleCosts, SequenceCost
-    from nemo_kto.data.inspect.preview import Preview
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from nemo_kto.tools.inspect.data_preview import Preview
 
 Weight = Annotated[float, Ge(0)]
 Pairs = tuple[tuple[str, str], ...]

@@ -10,8 +10,8 @@ from nemo_kto.architecture.families.glm import GLM4_MOE
 from nemo_kto.architecture.families.llama import MINISTRAL3
 from nemo_kto.architecture.family import ExpertFields
 from nemo_kto.architecture.mappings import JOINED, LLAVA, without
-from nemo_kto.architecture.mixers import LatentAttention
-from nemo_kto.architecture.mixers.latent_attention import WEIGHTS
+from nemo_kto.mixers import LatentAttention
+from nemo_kto.mixers.mla import WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

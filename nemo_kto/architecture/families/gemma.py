@@ -7,7 +7,7 @@ from dataclasses import replace
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
 from nemo_kto.architecture.family import SLIDING_LAYERS, Family
 from nemo_kto.architecture.mappings import DENSE, LLAVA, POST_NORMS, renamed
-from nemo_kto.architecture.mixers.softmax_attention import qk_norms
+from nemo_kto.mixers.softmax_attention import qk_norms
 
 
 class GemmaFields(ModelFields):

@@ -17,8 +17,8 @@ from nemo_kto.architecture.mappings import (
     shared_expert,
     with_experts,
 )
-from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 from nemo_kto.architecture.param_mapping import replicated
+from nemo_kto.mixers.softmax_attention import qk_norms
 
 
 class GlmMoeFields(ModelFields):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
 from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import DENSE, joined_experts, without
-from nemo_kto.architecture.mixers.softmax_attention import SINKS
 from nemo_kto.architecture.param_mapping import Split
+from nemo_kto.mixers.softmax_attention import SINKS
 
 
 class GptOssFields(ModelFields):

@@ -19,8 +19,8 @@ from nemo_kto.architecture.mappings import (
     shared_expert,
     with_experts,
 )
-from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 from nemo_kto.architecture.param_mapping import Split
+from nemo_kto.mixers.softmax_attention import qk_norms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nemo_kto.architecture.family import SLIDING_LAYERS, Family
 from nemo_kto.architecture.mappings import DENSE, POST_NORMS, without
-from nemo_kto.architecture.mixers.softmax_attention import qk_norms
+from nemo_kto.mixers.softmax_attention import qk_norms
 
 OLMO2 = Family(
     name="olmo2",

@@ -20,10 +20,10 @@ from nemo_kto.architecture.mappings import (
     sparse,
     with_experts,
 )
-from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, SequenceMixer
-from nemo_kto.architecture.mixers.gated_delta_net import BY_HEAD, BY_KIND
-from nemo_kto.architecture.mixers.softmax_attention import QUERY_AND_GATE, qk_norms
 from nemo_kto.architecture.param_mapping import Split
+from nemo_kto.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, SequenceMixer
+from nemo_kto.mixers.gated_delta_net import BY_HEAD, BY_KIND
+from nemo_kto.mixers.softmax_attention import QUERY_AND_GATE, qk_norms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,12 +17,7 @@ from datasets.table import Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
-from nemo_kto.data.rows.drops import DEFAULT_DROPS, drop_text, repeated
-from nemo_kto.data.rows.forms import data_name, row_place
-from nemo_kto.data.rows.labels import Labels
-from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
-from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.rows.sources import (
+from nemo_kto.data.rows.data_sources import (
     SPLITS,
     WHOLE,
     Source,
@@ -31,8 +26,13 @@ from nemo_kto.data.rows.sources import (
     validation_names,
     validation_split,
 )
+from nemo_kto.data.rows.drops import DEFAULT_DROPS, drop_text, repeated
+from nemo_kto.data.rows.forms import data_name, row_place
+from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
+from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, examples_hash, show_nothing
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.truncation import Truncation
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nemo_kto.data.rows.sources import AUTO, SPLITS, Source, read_splits_string
+from nemo_kto.data.rows.data_sources import AUTO, SPLITS, Source, read_splits_string
 from nemo_kto.errors import UserError
 
 Range = tuple[Source, int, int]  # rows [start, stop) of a source

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from nemo_kto.data.rows.files import read_rows
 from nemo_kto.data.rows.forms import find_form
 from nemo_kto.data.rows.other_formats import in_our_form
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import DataError, PromptRecord, RowError, prompt_of_row
+from nemo_kto.data.rows.row_files import read_rows
 from nemo_kto.data.rows.values import read_values
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, read_lines
 

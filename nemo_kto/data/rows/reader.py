@@ -19,7 +19,6 @@ from nemo_kto.data.rows.drops import (
     drop_text,
     is_empty_answer,
 )
-from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, read_rows
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.labels import LabelCounts, Labels, add_label, label_text
 from nemo_kto.data.rows.other_formats import in_our_form, is_tie
@@ -41,11 +40,12 @@ from nemo_kto.data.rows.records import (
     records_of_row,
     used_columns,
 )
+from nemo_kto.data.rows.row_files import WHOLE_FILE, FilePart, read_rows
 from nemo_kto.data.rows.values import check_json_columns, read_values
 from nemo_kto.errors import printable
 
 if TYPE_CHECKING:
-    from nemo_kto.data.tokens.chat import EncodedExample
+    from nemo_kto.data.tokens.chat_template import EncodedExample
 
 Record = TypeVar("Record", KTORecord, DPORecord)
 

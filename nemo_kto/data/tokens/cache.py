@@ -19,10 +19,10 @@ from datasets import Sequence as SequenceOf
 from datasets.table import MemoryMappedTable, Table
 
 from nemo_kto.data.rows.drops import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES
-from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError
-from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.rows.row_files import FilePart, file_parts, number_of_parts
+from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
 from nemo_kto.data.tokens.truncation import Truncation

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from nemo_kto.data.rows.records import RowError
-from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, MARK
+from nemo_kto.data.tokens.message_content import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, MARK
 
 _ANSWER = f"{MARK}a"
 Messages = Sequence[Mapping[str, Any]]

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.records import KTORecord, Message, TextOrMessages
 from nemo_kto.data.tokens.bounded import LimitError, WorkError
-from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.content import MARK, TOKEN_IDS
+from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.message_content import MARK, TOKEN_IDS
 from nemo_kto.data.tokens.template_trial import parse_bounded
 
 _THOUGHTS = ("reasoning_content", "thinking")  # names of the field in chat templates

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import pyarrow
 from datasets.arrow_writer import ArrowWriter
 
-from nemo_kto.data.rows.files import FilePart, file_parts
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartErrors, RowErrors
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.rows.row_files import FilePart, file_parts
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.utils.files import flush, publish_file, read_bytes
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES

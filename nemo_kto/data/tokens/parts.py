@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from nemo_kto.data.rows import files
+from nemo_kto.data.rows import row_files as files
 from nemo_kto.errors import UserError
 
 Item = TypeVar("Item")

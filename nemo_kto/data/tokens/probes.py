@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from nemo_kto.data.rows.drops import DEFAULT_DROPS, LOST_TEXT
 from nemo_kto.data.rows.records import LostTextError, RowError
-from nemo_kto.data.tokens.content import (
+from nemo_kto.data.tokens.continuation import Messages, Render, begins_thoughts, continue_prompt
+from nemo_kto.data.tokens.message_content import (
     BEGIN_OF_THOUGHTS,
     CONTINUED,
     END_OF_THOUGHTS,
@@ -23,7 +24,6 @@ from nemo_kto.data.tokens.content import (
     has_thoughts,
     in_form,
 )
-from nemo_kto.data.tokens.continuation import Messages, Render, begins_thoughts, continue_prompt
 
 _SWITCHES = ("enable_thinking", "thinking")  # variables that select prompts with thoughts
 _NOT_CHECKED = f"{MARK}t"  # thoughts of earlier answers, which templates leave out as servers do

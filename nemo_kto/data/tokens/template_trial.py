@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_kto.data.tokens.bounded import BoundedProcess
-from nemo_kto.data.tokens.content import in_form_of, rendered
+from nemo_kto.data.tokens.message_content import in_form_of, rendered
 
 MAX_SECONDS: float = 2  # of CPU time for a rendering; a typical one takes a ten-thousandth of it
 MAX_CHARACTERS = 10**7  # of a rendered row

@@ -30,12 +30,12 @@ from nemo_kto.distributed.collectives import (
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logits, vocab_parallel_logprobs
 from nemo_kto.distributed.state import max_over_ranks
+from nemo_kto.layers.moe import balance_sums, experts_span_copies, routers
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.engine.message_shapes import MessageShapes
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch, joined
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.layers.moe import balance_sums, experts_span_copies, routers
 from nemo_kto.models.lora.adapters import constant_weights
 
 
@@ -165,7 +165,7 @@ class LogProbEngine:
             return schedule()
 
     def balance_sums(self) -> dict[str, float]:
-        """Return :func:`~nemo_kto.models.layers.moe.balance_sums` of the last forward and backward passes; collective."""
+        """Return :func:`~nemo_kto.layers.moe.balance_sums` of the last forward and backward passes; collective."""
         return balance_sums(self.chunks)
 
     def zero_grad(self) -> None:

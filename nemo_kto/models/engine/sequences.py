@@ -20,11 +20,11 @@ from torch import Tensor
 
 from nemo_kto.device import device
 from nemo_kto.device.precision import FP8_MULTIPLE
+from nemo_kto.layers.packing import Prompts, local_token_indices, pack_lengths
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
-from nemo_kto.models.layers.packing import Prompts, local_token_indices, pack_lengths
 
 if TYPE_CHECKING:  # so that the planner does not import megatron-core
-    from nemo_kto.models.layers.attention import PackedSequences
+    from nemo_kto.layers.attention import PackedSequences
 
 _GPU_WIDTHS = 64  # rounds widths up on a GPU, because attention kernels are set up again for every new width
 # Padding, in tokens, of a sequence on a CPU beyond which another micro-batch costs less; there, products of a few hundred
@@ -514,7 +514,7 @@ class MicroBatch:
     @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Copy micro-batches to this rank's device, in one transfer per dtype; the host need not wait between them."""
-        from nemo_kto.models.layers.attention import PackedSequences
+        from nemo_kto.layers.attention import PackedSequences
 
         names = [each.name for each in fields(cls) if each.name not in ("num_logprobs", "lengths", "prompts", "packed")]
         uploaded = iter(device.upload([getattr(micro_batch, name) for micro_batch in micro_batches for name in names]))

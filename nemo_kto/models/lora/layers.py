@@ -40,8 +40,8 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.lora import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.device import device
+from nemo_kto.layers.linear import ReplicatedLinear
 from nemo_kto.models.gpt import SparseGradEmbedding
-from nemo_kto.models.layers.linear import ReplicatedLinear
 
 Metadata = dict[str, torch.distributed.ProcessGroup]  # process groups that megatron-core passes to every layer
 Offsets = tuple[tuple[int, int, int], ...]  # (dimension, index of the shard, number of shards) of a sharded module

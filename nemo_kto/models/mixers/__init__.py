@@ -9,12 +9,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.mixers import GatedDeltaNet, LatentAttention, Mamba2, NoMixer, SequenceMixer, SoftmaxAttention
-from nemo_kto.models.mixers.gated_delta_net import gated_delta_net
-from nemo_kto.models.mixers.latent_attention import latent_attention
-from nemo_kto.models.mixers.mamba2 import mamba2
+from nemo_kto.mixers import GatedDeltaNet, LatentAttention, Mamba2, NoMixer, SequenceMixer, SoftmaxAttention
+from nemo_kto.models.mixers.gated_delta_net_module import gated_delta_net
+from nemo_kto.models.mixers.mamba2_module import mamba2
+from nemo_kto.models.mixers.mla_module import latent_attention
 from nemo_kto.models.mixers.no_mixer import no_mixer
-from nemo_kto.models.mixers.softmax_attention import softmax_attention
+from nemo_kto.models.mixers.softmax_attention_module import softmax_attention
 
 
 class Specify(Protocol):

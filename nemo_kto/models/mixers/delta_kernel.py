@@ -1,6 +1,6 @@
 """Choice of the fastest form of the gated delta rule: fla's kernel, or torch's operations.
 
-Shape suffixes are those of models/layers/delta_rule.py.
+Shape suffixes are those of layers/delta_rule.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.device.kernel_check import Form, agreeing, draw_inputs
 from nemo_kto.device.kernels import delta_rule_kernel
-from nemo_kto.models.layers.delta_rule import gated_delta_rule
-from nemo_kto.models.layers.packing import Prompts
+from nemo_kto.layers.delta_rule import gated_delta_rule
+from nemo_kto.layers.packing import Prompts
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
 from torch import Tensor
 
-from nemo_kto.models.layers.packing import shard_tokens, unshard_tokens
+from nemo_kto.layers.packing import shard_tokens, unshard_tokens
 
 
 def all_tokens(values_tX: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.mixers import NoMixer
+from nemo_kto.mixers import NoMixer
 
 
 def no_mixer(layer: ModuleSpec, mixer: NoMixer, architecture: Architecture, **_: object) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nemo_kto.device import device
-from nemo_kto.models.layers.attention import PackedSequences
-from nemo_kto.models.layers.packing import Prompts
+from nemo_kto.layers.attention import PackedSequences
+from nemo_kto.layers.packing import Prompts
 from nemo_kto.models.mixers.heads import all_heads, all_tokens, own_heads
 
 

@@ -1,6 +1,6 @@
 """Choice of the fastest form of Mamba-2's scan: mamba_ssm's kernel, or torch's operations.
 
-Shape suffixes are those of models/layers/state_space.py.
+Shape suffixes are those of layers/state_space.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.device.kernel_check import Form, agreeing, draw_inputs
 from nemo_kto.device.kernels import scan_kernel
-from nemo_kto.models.layers.packing import Prompts
-from nemo_kto.models.layers.state_space import state_space_scan
+from nemo_kto.layers.packing import Prompts
+from nemo_kto.layers.state_space import state_space_scan
 
 _CHUNK = 128  # tokens of a chunk in the kernel, as in the configurations of Nemotron
 

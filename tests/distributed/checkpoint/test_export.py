@@ -19,7 +19,7 @@ from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface import folders
-from nemo_kto.huggingface.weights import export, load_weights
+from nemo_kto.huggingface.hf_weights import export, load_weights
 from tests.helpers import hf_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.architecture.mixers import LatentAttention
 from nemo_kto.distributed.state import Layout
+from nemo_kto.mixers import LatentAttention
 from tests.helpers import hf_models, lora_jobs
 from tests.helpers.hf_models import peft_model
 from tests.helpers.messages import Message

@@ -25,8 +25,8 @@ def attention(*, context: int, window: tuple[int, int] | None, chunked: bool) ->
 
     from nemo_kto.architecture.families import Temperature
     from nemo_kto.architecture.rope import read_rope
-    from nemo_kto.models.layers.attention import TorchAttention
-    from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
+    from nemo_kto.layers.attention import TorchAttention
+    from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
 
     config = TransformerConfig(
         num_layers=1,
@@ -50,8 +50,8 @@ def differences(
 ) -> list[float]:
     """On a rank: how much its outputs and gradients differ from those of the whole row on one rank."""
     from nemo_kto.distributed import state
-    from nemo_kto.models.layers.attention import PackedSequences
-    from nemo_kto.models.layers.packing import local_token_indices
+    from nemo_kto.layers.attention import PackedSequences
+    from nemo_kto.layers.packing import local_token_indices
 
     rank, tokens = state.rank(), sum(lengths)
     draw = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def shares(size: int, length: int) -> tuple[list[int], list[int]]:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from nemo_kto.distributed import state
-    from nemo_kto.models.layers.packing import local_token_indices
+    from nemo_kto.layers.packing import local_token_indices
 
     state.init_distributed(layout=state.Layout(context=size), seed=1)
     needed = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}  # 0.19

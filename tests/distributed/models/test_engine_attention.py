@@ -21,7 +21,7 @@ LENGTHS, PROMPTS = (9, 4, 1, 6, 7, 5, 3, 2), (None, 0, 0, 0, None, None, 5, 5)
 def build(folder: Path, **settings: Any) -> Any:
     """A model with the weights of the folder."""
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.huggingface.weights import load_weights
+    from nemo_kto.huggingface.hf_weights import load_weights
     from nemo_kto.models.gpt import build_gpt
 
     architecture = read_architecture(folder, tensor_parallel=1)
@@ -35,8 +35,8 @@ def of_a_pack(folder: Path) -> dict[str, Any]:
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.checkpoint import model_state
     from nemo_kto.distributed import state
-    from nemo_kto.models.layers.attention import PackedSequences
-    from nemo_kto.models.layers.packing import token_positions
+    from nemo_kto.layers.attention import PackedSequences
+    from nemo_kto.layers.packing import token_positions
     from tests.helpers.engine_layers import engine_layers
 
     state.init_distributed(layout=state.Layout(), seed=1)

@@ -74,7 +74,7 @@ def kto_step(
     from megatron.core import parallel_state
 
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.weights import export, load_weights
+    from nemo_kto.huggingface.hf_weights import export, load_weights
     from nemo_kto.models.engine.reference import SwappedWeights
 
     layout = dict(layout)

@@ -48,7 +48,7 @@ def balance_step(
     from megatron.core.utils import unwrap_model
 
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.weights import export
+    from nemo_kto.huggingface.hf_weights import export
     from nemo_kto.models.engine.engine import MicroBatchLoss
 
     chunks, architecture = lora_jobs.build(policy, state.Layout(**layout), recompute=recompute, distributed=False)

@@ -89,8 +89,8 @@ def test_passes_run_in_the_order_that_plans_assume(
 def round_trip(model: Path, adapter: Path, layout: Layout, split: PipelineSplit, out: Path) -> None:
     """On a rank: import and export, of the weights and of adapters on them."""
     from nemo_kto.distributed import state
+    from nemo_kto.huggingface.hf_weights import export
     from nemo_kto.huggingface.peft import export_adapter, load_adapter, read_adapter_settings
-    from nemo_kto.huggingface.weights import export
 
     state.init_distributed(layout=layout, seed=1)
     chunks, architecture = lora_jobs.build(model, layout, read_adapter_settings(adapter), split=split)

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.architecture.rope import Rope, longest_sequence, read_rope
-from nemo_kto.models.layers.rope_tables import RopeTable
+from nemo_kto.layers.rope_tables import RopeTable
 from tests.helpers.messages import Message, raises
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

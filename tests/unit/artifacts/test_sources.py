@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.sources import ModelSource, find_source, named_base, remedy_for_missing
+from nemo_kto.artifacts.model_folders import ModelSource, find_source, named_base, remedy_for_missing
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
-from nemo_kto.config.check import POSITIONS, read_positions
+from nemo_kto.config.checker import POSITIONS, read_positions
 from nemo_kto.config.resolved import ResolvedRun
 from tests.helpers.messages import Message
 from tests.unit.conftest import Load, composed, mistakes

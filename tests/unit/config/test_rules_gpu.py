@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_kto.cli import plan
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.gpu import Computes, check_gpu, gpu_rules, model_gpu_rules
+from nemo_kto.config.rules.gpu_rules import Computes, check_gpu, gpu_rules, model_gpu_rules
 from nemo_kto.device import device, environment
 from nemo_kto.errors import UserError
+from nemo_kto.tools.plan import plan_command as plan
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import make_checkpoint
 from tests.unit.conftest import FindErrors, Load

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from nemo_kto.data.rows.files import FilePart
+from nemo_kto.data.rows.row_files import FilePart
 
 
 def process_and_number(part: FilePart) -> tuple[int, int]:

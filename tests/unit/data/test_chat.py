@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nemo_kto.data.rows.records import KTORecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder, load_tokenizer
+from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder, load_tokenizer
 from tests.helpers.messages import Message, assert_names, raises
 from tests.helpers.tiny_models import make_tokenizer
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer, llama_tokenizer

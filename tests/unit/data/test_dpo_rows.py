@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from nemo_kto.data.batches.collate import dpo_custom_collate
 from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts, build_splits
-from nemo_kto.data.inspect.check import (
+from nemo_kto.data.rows.records import RowError, pair_of_row
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.tokens.truncation import Truncation
+from nemo_kto.tools.inspect.data_check import (
     MAX_BALANCE,
     MIN_BALANCE,
     balance_warning,
     balanced_weights,
     loss_balance,
 )
-from nemo_kto.data.rows.records import RowError, pair_of_row
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, raises
 from tests.unit.data.tiny_data import chatml_tokenizer, write_rows
 

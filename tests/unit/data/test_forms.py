@@ -19,14 +19,15 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from nemo_kto.data.rows import files, sources
-from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts, read_rows
+from nemo_kto.data.rows import data_sources as sources
+from nemo_kto.data.rows import row_files as files
+from nemo_kto.data.rows.data_sources import WHOLE, data_files, read_data_prefix
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.rows.sources import WHOLE, data_files, read_data_prefix
+from nemo_kto.data.rows.row_files import FilePart, file_parts, number_of_parts, read_rows
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import raises
 from tests.unit.data.tiny_data import chatml_tokenizer, write_rows

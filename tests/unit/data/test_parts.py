@@ -17,13 +17,13 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.rows import files
-from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, file_parts, number_of_parts, read_rows
+from nemo_kto.data.rows import row_files as files
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.rows.row_files import WHOLE_FILE, FilePart, file_parts, number_of_parts, read_rows
 from nemo_kto.data.tokens import parts
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
@@ -214,7 +214,7 @@ def test_a_process_that_is_killed_is_one_error() -> None:
 
 
 UNGUARDED = """
-from nemo_kto.data.rows.files import FilePart
+from nemo_kto.data.rows.row_files import FilePart
 from nemo_kto.data.tokens.parts import map_parts
 from tests.unit.data import part_work
 print("started", flush=True)

@@ -11,7 +11,7 @@ import pytest
 from nemo_kto.data.rows import prompts
 from nemo_kto.data.rows.prompts import MAX_PROMPTS, read_prompts
 from nemo_kto.data.rows.records import DataError, PromptRecord
-from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.utils import files
 from tests.helpers.messages import raises
 from tests.unit.data.test_chat import ANSWER, USER, record

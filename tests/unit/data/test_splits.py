@@ -10,9 +10,9 @@ import pytest
 
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts, Splits, build_splits
 from nemo_kto.data.rows.blend import Range, join_small, split_ranges
-from nemo_kto.data.rows.sources import SPLITS, UNNAMED, Source, split_shares
+from nemo_kto.data.rows.data_sources import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from tests.helpers.messages import Message
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 

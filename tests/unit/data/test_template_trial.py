@@ -14,10 +14,11 @@ import pytest
 
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError
-from nemo_kto.data.tokens import chat, template_trial
+from nemo_kto.data.tokens import chat_template as chat
+from nemo_kto.data.tokens import template_trial
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
-from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.content import MARK
+from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.message_content import MARK
 from nemo_kto.data.tokens.part_files import Tokeniser
 from nemo_kto.data.tokens.template_trial import _render
 from nemo_kto.data.tokens.truncation import Truncation

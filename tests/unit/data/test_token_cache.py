@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.rows import files
+from nemo_kto.data.rows import row_files as files
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.errors import UserError
 from nemo_kto.utils import hashes
 from tests.helpers.full_disk import files_of_at_most

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from nemo_kto.data.rows.arguments import data_prefix_of
-from nemo_kto.data.rows.files import read_rows
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord
+from nemo_kto.data.rows.row_files import read_rows
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.unit.data.tiny_data import write_rows

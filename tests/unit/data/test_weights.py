@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.recipes.kto import loss_weights
+from nemo_kto.algorithms.recipes.kto_recipe import loss_weights
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset
-from nemo_kto.data.inspect.check import MAX_BALANCE, balance_warning
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import DataError, pair_of_row, records_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.tools.inspect.data_check import MAX_BALANCE, balance_warning
 from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
 from tests.unit.data.tiny_data import numbered_rows, write_rows

@@ -9,7 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_kto.architecture.config_fields import Quantization
 from nemo_kto.artifacts.safetensors_files import FileTensor, Shapes
-from nemo_kto.huggingface.stored import dequantize, stored_weights
+from nemo_kto.huggingface.quantized import dequantize, stored_weights
 
 
 def test_every_code_and_scale_of_mxfp4() -> None:

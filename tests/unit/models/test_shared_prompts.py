@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_kto.architecture.rope import read_rope
+from nemo_kto.layers.attention import PackedSequences
+from nemo_kto.layers.packing import key_indices, token_positions
+from nemo_kto.layers.rope_tables import RopeTable
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch
-from nemo_kto.models.layers.attention import PackedSequences
-from nemo_kto.models.layers.packing import key_indices, token_positions
-from nemo_kto.models.layers.rope_tables import RopeTable
-from tests.unit.models.test_attention import GROUPS, HEADS, SINKS, D, attention
+from tests.unit.layers.test_attention import GROUPS, HEADS, SINKS, D, attention
 
 LIMITS = MicroBatchLimits(prompts=None, tokens=None, multiple=1, share_prompts=True)
 

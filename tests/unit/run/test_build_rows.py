@@ -13,11 +13,12 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import kernels
+from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.planner.micro_batches import micro_batch_limits, packing_of
-from nemo_kto.run import build, reference
+from nemo_kto.run import build
+from nemo_kto.run import reference_setup as reference
 from nemo_kto.run.data import too_few_rows
-from nemo_kto.run.rows import shares_of, source_settings
+from nemo_kto.run.row_counts import shares_of, source_settings
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 

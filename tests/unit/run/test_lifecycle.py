@@ -13,8 +13,8 @@ from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.config import compose
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.data.batches.dataset import LengthHistogram
-from nemo_kto.report import page
 from nemo_kto.run import lifecycle
+from nemo_kto.tools.report import report_page as page
 
 
 def run_in(folder: Path, *, report: bool = True) -> Any:

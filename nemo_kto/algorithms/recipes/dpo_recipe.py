@@ -1,0 +1,181 @@
+"""Recipe of DPO and its variants: preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Gt, Le
+
+from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, LossConfig, Recipe
+from nemo_kto.errors import ConfigError
+from nemo_kto.losses.loss import Loss, mixture
+from nemo_kto.losses.preference import INPUTS, LOSSES, OPTIONAL_INPUTS
+from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.fields import Remedy, check, one_of
+from nemo_kto.utils.text import mixture_name
+
+if TYPE_CHECKING:
+    from nemo_kto.algorithms.dpo import DPOTrainer
+    from nemo_kto.data.batches.collate import DPOBatch
+    from nemo_kto.data.batches.dataset import DPODataset, DPOExample, Splits
+    from nemo_kto.data.batches.loader import DPOCosts, SequenceCost
+    from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+    from nemo_kto.tools.inspect.data_preview import Preview
+
+
+class DPOLossConfig(LossConfig):
+    """Configuration section model.dpo."""
+
+    preference_losses: (
+        Annotated[
+            dict[Annotated[str, one_of(tuple(LOSSES))], Annotated[float, Gt(0)]],
+            check(bool, "name losses, each with a finite weight"),
+            Remedy("e.g. {key}={{dpo: 0.8, bco_pair: 0.2}}"),
+        ]
+        | None
+    )
+    reference_free: bool
+    ld_alpha: Annotated[Annotated[float, Ge(0), Le(1)] | None, Remedy("e.g. {key}=0.5")]
+    use_weighting: bool
+    sft_token_mean: bool
+    sft_completion_only: bool
+
+    @property
+    def parts(self) -> Mapping[str, Loss]:
+        """The losses of the run by name, of which there are several in a mixture."""
+        if self.preference_losses is None:
+            return {self.preference_loss: super().record}
+        return {name: LOSSES[name] for name in self.preference_losses}
+
+    @property
+    def record(self) -> Loss:
+        """The loss or the mixture, which takes no reference with ``reference_free``."""
+        parts, weights = self.parts, self.preference_losses
+        loss = mixture({name: (parts[name], weights[name]) for name in weights}) if weights else next(iter(parts.values()))
+        return replace(loss, needs_reference=False) if self.reference_free and loss.sorts is None else loss
+
+    @property
+    def loss_name(self) -> str:
+        return mixture_name(self.preference_losses) if self.preference_losses else self.preference_loss
+
+    def collate_options(self) -> dict[str, Any]:
+        return {"ld_alpha": self.ld_alpha}
+
+    def rules(self, section: str) -> Iterator[ConfigError]:
+        """See :meth:`LossConfig.rules`."""
+        yield from super().rules(section)
+        yield from self._mixture_errors(section)
+        reads = (f"{section}.preference_loss", f"{section}.preference_losses")
+        sorting = [name for name, loss in self.parts.items() if loss.sorts]
+        without = [] if any(loss.needs_reference for loss in self.parts.values()) else [*self.parts]
+        for key, names, reason in (
+            ("use_weighting", sorting, "compares values of different pairs"),
+            ("reference_free", sorting, "sorts log-ratios"),
+            ("reference_free", without, "has no reference"),
+        ):
+            if getattr(self, key) and names:
+                text = f"must be false with {names[0]}, which {reason}, got true; set it to false, or leave out {names[0]}"
+                yield ConfigError(f"{section}.{key}", text, reads)
+        options = self.loss_options()
+        divergence = options.get("f_divergence_type")
+        if self.reference_free and divergence in ("forward_kl", "alpha_divergence"):
+            text = f"must be false with f_divergence_type={divergence}, whose powers of probabilities vanish, got true"
+            reads_all = (f"{section}.f_divergence_type", *reads)
+            yield ConfigError(f"{section}.reference_free", f"{text}; leave one out", reads_all)
+        alpha = options.get("f_alpha_divergence_coef")
+        if alpha is not None and options.get("f_divergence_type") != "alpha_divergence":
+            text = f"must be null unless {section}.f_divergence_type=alpha_divergence, got {alpha}; set one or the other"
+            yield ConfigError(f"{section}.f_alpha_divergence_coef", text, (f"{section}.f_divergence_type", *reads))
+
+    def _mixture_errors(self, section: str) -> Iterator[ConfigError]:
+        """Yield the requirements that contradict each other in a mixture, which evaluates its losses on the same values."""
+        if self.preference_losses is None:
+            return
+        key = f"{section}.preference_losses"
+        if self.preference_loss != next(iter(LOSSES)):  # the default
+            text = f"must be left out with {key}, got {self.preference_loss}; name it there with its weight"
+            yield ConfigError(f"{section}.preference_loss", text, (key,))
+        losses = self.parts.items()
+        sorts: dict[str, object] = {name: loss.sorts for name, loss in losses if loss.sorts}
+        needs = [("sort only one kind of values", "sorting", sorts)]
+        if not self.reference_free:
+            constraint = f"all take a reference or none without {section}.reference_free=true"
+            needs.append((constraint, "reference", {name: loss.needs_reference for name, loss in losses}))
+        if not self.preference_average_log_probs:
+            constraint = f"all take means over tokens or none without {section}.preference_average_log_probs=true"
+            needs.append((constraint, "means", {name: loss.average_log_probs for name, loss in losses}))
+        for constraint, what, values in needs:
+            if len(set(values.values())) > 1:
+                told = ", ".join(f"{name} ({what}: {echo(value)})" for name, value in values.items())
+                yield ConfigError(key, f"must name losses that {constraint}, got {told}; leave some out")
+
+
+class DPORecipe(Recipe):
+    """Builder of the DPO-specific parts of a run."""
+
+    def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[DPODataset]:
+        from nemo_kto.data.batches.dataset import DPODataset, build_splits
+        from nemo_kto.data.tokens.cache import DPO_EXAMPLES
+
+        rewards = options["default_chosen_reward"], options["default_rejected_reward"]
+        return build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=rewards), **source)
+
+    def collation(
+        self, options: Mapping[str, Any], *, with_kl: bool
+    ) -> tuple[Callable[..., Any], Callable[[Any], DPOBatch]]:
+        from nemo_kto.data.batches.collate import dpo_custom_collate
+        from nemo_kto.data.batches.loader import share
+
+        return share, partial(dpo_custom_collate, **options)
+
+    def costs(
+        self,
+        *,
+        cost: SequenceCost,
+        kl_cost: SequenceCost | None,
+        reference_cost: SequenceCost,
+        seq_length: int,
+        share_prompts: bool,
+    ) -> DPOCosts:
+        from nemo_kto.data.batches.loader import DPOCosts
+
+        shared = cost if share_prompts else None
+        return DPOCosts(cost=cost, shared_cost=shared)
+
+    def preview(
+        self, show: Preview, dataset: DPODataset, batch: DPOBatch, examples: Sequence[DPOExample], loss: Loss
+    ) -> Iterator[str]:
+        return show.dpo(dataset, batch, with_rewards=loss.needs_rewards)
+
+    def model_class(self) -> type[MegatronGPTDPOModel]:
+        from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+
+        return MegatronGPTDPOModel
+
+    def model_options(self, section: DPOLossConfig, examples: DPODataset) -> dict[str, bool]:
+        names = "sft_token_mean", "sft_completion_only", "use_weighting"
+        return {name: getattr(section, name) for name in names}
+
+    def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
+        from nemo_kto.algorithms.dpo import DPOTrainer
+
+        return partial(DPOTrainer, collate_fn=collate_fn)
+
+
+DPO = DPORecipe(
+    name="dpo",
+    title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
+    data="rows of prompt, chosen and rejected",
+    page="docs/algorithms/dpo.md",
+    losses=LOSSES,
+    loss_inputs=INPUTS,
+    optional_inputs=OPTIONAL_INPUTS,
+    loss_section=DPOLossConfig,
+    unit="pairs",
+    data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
+    metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),
+    aliases={"loss_weights": "model.dpo.preference_losses"},
+)

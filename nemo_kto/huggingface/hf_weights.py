@@ -1,0 +1,280 @@
+"""Import of weights from a Hugging Face folder and export to one, at any layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.config_fields import Quantization, read_quantization
+from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.mappings import MTP_LAYERS
+from nemo_kto.architecture.param_mapping import Split, name_in_file, prefixes_of
+from nemo_kto.architecture.segments import Piece, pieces, place_in_file
+from nemo_kto.artifacts.model_content import copy_companions, model_config, with_dtype
+from nemo_kto.artifacts.safetensors_files import (
+    FLOATS,
+    OUTPUT_WEIGHT,
+    Shapes,
+    find_weights,
+    has_own_output,
+    is_our_model,
+    write_shards,
+)
+from nemo_kto.checkpoint.model_state import dtype_name
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.folders import write_together
+from nemo_kto.huggingface.mapping import Weight, differences, frozen_weights, rank_weights, wanted_weights
+from nemo_kto.huggingface.quantized import StoredWeight, separate_experts, stored_weights
+from nemo_kto.huggingface.stream import gather_weights
+from nemo_kto.utils.files import read_json
+
+_UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceWeights:
+    """Weights of a Hugging Face folder: each of them is trained, copied to exports, or left out of them."""
+
+    architecture: Architecture  # with the mappings to these files
+    trained: Mapping[str, StoredWeight]  # by their names in the table of the family
+    copied: Mapping[str, Sequence[StoredWeight]]  # by their kind
+    left_out: Mapping[str, int]  # number by kind
+    prefixes: Mapping[str, str]  # beginnings of names in the table -> in the files
+    quantization: Quantization | None
+
+    def describe(self, trained: str = "trained") -> str:
+        """Return the numbers of weights of each kind, the first one as ``trained``; empty if all are stored as floats."""
+        if self.quantization is None and not any(self.copied.values()):
+            return ""
+        kinds = [f"{len(weights):,} {kind}" for kind, weights in self.copied.items() if weights]
+        count = sum(map(len, self.copied.values()))
+        texts = [f"{len(self.trained):,} {trained}", *([f"{count:,} copied ({', '.join(kinds)})"] if kinds else [])]
+        texts += [f"{number:,} left out ({kind})" for kind, number in self.left_out.items() if number]
+        return ", ".join([*texts, *([] if self.quantization is None else [f"dequantized from {self.quantization}"])])
+
+
+def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
+    """Fill this rank's parameters from the safetensors of a Hugging Face folder, before an optimizer copies them.
+
+    Adapters are unchanged. Raises UserError as :func:`check_weights`, or if a value is not finite.
+    """
+    weights = check_weights(architecture, folder)
+    read_weights(rank_weights(chunks, weights.architecture), weights.architecture, weights.trained)
+
+
+def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeights:
+    """Compare the weights in a folder with the architecture, by the headers of the files.
+
+    Raises UserError if weights are missing, unexpected or of another shape, or files cannot be read.
+    """
+    folder, family = Path(folder), architecture.family
+    quantization = read_quantization(read_json(folder / CONFIG))
+    found = find_weights(folder, quantized=quantization is not None)
+    stored, problems = stored_weights(found, quantization)
+    prefixes = prefixes_of(found, family.prefixes)
+    left_out = {"rotary tables": {name for name in stored if _UNUSED.search(name)}, "copy of the embedding": set[str]()}
+    output = name_in_file(OUTPUT_WEIGHT, prefixes)
+    if architecture.tied and output in stored and not has_own_output(folder, family.prefixes):
+        left_out["copy of the embedding"].add(output)  # some files have a second copy of the embedding
+    model = re.escape(prefixes.get("model.", "model."))
+    copied: dict[str, list[StoredWeight]] = {}
+    for kind, pattern in family.untrained.items():
+        names = re.compile(pattern.replace("{model}", model).replace("{layers}", str(architecture.num_layers)))
+        copied[kind] = [weight for name, weight in stored.items() if names.match(name)]
+    architecture = _with_joined_experts(
+        architecture, found.keys() - {each.name for group in copied.values() for each in group}
+    )
+    wanted = {name_in_file(name, prefixes): shape for name, shape in wanted_weights(architecture).items()}
+    if family.either_order:
+        stored |= _turned(stored, wanted)
+    joined = {mapping.split: mapping for mapping in family.mappings if mapping.joins_experts}
+    if joined and Split.INTERLEAVED not in joined:
+        whole = separate_experts(stored, wanted, transposed=joined[Split.GATED].transposed)
+        used = {part.name for experts in whole.values() for row in experts.parts for part in row}
+        stored = {name: weight for name, weight in stored.items() if name not in used} | whole
+    known = {weight.name for weights in copied.values() for weight in weights}.union(*left_out.values())
+    count, differing = differences(wanted, {name: weight.shape for name, weight in stored.items()}, known)
+    problems += [
+        f"{name}: expected floats, got {dtype}"
+        for name in wanted.keys() & stored.keys()
+        if stored[name].quantization is None and (dtype := stored[name].tensors[""].dtype) not in FLOATS
+    ]
+    if family.text_type and (empty := [kind for kind in copied if kind not in MTP_LAYERS and not copied[kind]]):
+        problems.append(f"missing: every weight of the {empty[0]}")
+    if count + len(problems):
+        message = (
+            f"{folder}: the weights must be those of config.json ({family.hf_architecture}), "
+            f"got {count + len(problems)} differences:"
+        )
+        remedy = f"download the model again, or write it with save_pretrained of {family.hf_architecture}"
+        raise UserError("\n  ".join([message, *problems, *differing, remedy]))
+    return SourceWeights(
+        architecture=architecture,
+        trained={name: stored[name_in_file(name, prefixes)] for name in wanted_weights(architecture)},
+        copied=copied,
+        left_out={kind: len(names) for kind, names in left_out.items()},
+        prefixes=prefixes,
+        quantization=quantization,
+    )
+
+
+def _with_joined_experts(architecture: Architecture, names: Iterable[str]) -> Architecture:
+    """Return the architecture with the mappings of joined experts if a folder with weights of these names has such."""
+    joined = {mapping.mcore_name: mapping for mapping in architecture.family.joined}
+    ends = tuple(name.split("{layer}")[1] for mapping in joined.values() for name in mapping.hf_names)
+    if not any(name.endswith(ends) for name in names):
+        return architecture
+    mappings = tuple(joined.get(mapping.mcore_name, mapping) for mapping in architecture.family.mappings)
+    return replace(architecture, family=replace(architecture.family, mappings=mappings))
+
+
+def _turned(stored: Mapping[str, StoredWeight], wanted: Shapes) -> dict[str, StoredWeight]:
+    """Return the joined experts that a folder has transposed; as in transformers, those with the wanted shape are not."""
+    found = {name: stored[name] for name, shape in wanted.items() if name in stored and len(shape) == 3}
+    return {
+        name: replace(weight, shape=wanted[name], swapped=True)
+        for name, weight in found.items()
+        if weight.shape != wanted[name] and weight.shape == (wanted[name][0], *wanted[name][:0:-1])
+    }
+
+
+def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, StoredWeight]) -> None:
+    """Fill parameters of this rank from ``files``, by name in the table; weights without a file keep their values.
+
+    Files are opened one after the other, and only the slices that this rank holds are read, so that memory holds the model
+    and one slice. Values are converted to the dtype of the parameters. Padding is set to zero. Raises UserError if a value
+    is not finite.
+    """
+    wanted: dict[Path, list[tuple[StoredWeight, Weight, Piece]]] = defaultdict(list)
+    for weight in weights:
+        rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
+        for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
+            name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
+            if name in files:
+                wanted[files[name].file].append((files[name], weight, piece))
+    for file in sorted(wanted):
+        with _Files() as opened, torch.no_grad():
+            for stored, weight, piece in wanted[file]:
+                values = stored.read(opened, place_in_file(weight.mapping, weight.place, piece.where))
+                piece.place.copy_(values.T if weight.mapping.transposed else values)
+                if not math.isfinite(float(piece.place.sum())):
+                    text = f"{stored.name} must have finite values, got NaN or infinity"
+                    raise UserError(f"{file}: {text}; download the model again")
+
+
+class _Files(ExitStack):
+    """Safetensors files that are opened when they are needed, until the block ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[Path, Any] = {}
+
+    def __call__(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file]
+
+
+def export(
+    chunks: Sequence[nn.Module],
+    architecture: Architecture,
+    *,
+    source: str | Path,
+    out: str | Path,
+    max_shard_bytes: int,
+    original: str | Path | None = None,
+    describe: Callable[[Path], object] = lambda folder: None,
+) -> None:
+    """Write the model as a Hugging Face folder that transformers loads without conversion. All ranks must call it.
+
+    The ranks with the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
+    appears under its name when it is complete. An earlier export of this program in its place is replaced; anything else
+    there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
+    Configuration, tokenizer, chat template and license are copied from ``source``, the folder of the original model, and
+    weights that are not trained from ``original``, by default the same folder, one at a time and unchanged unless they are
+    quantized; frozen parameters get their dtype in it. ``describe`` is called on rank 0 with the folder when all else is in
+    it; it adds the model card.
+
+    Raises, on every rank:
+        UserError: something else is in the way at ``out``, or a weight is not finite.
+        RuntimeError: rank 0 could not write; gives the reason.
+    """
+    source, target, dtype = Path(source), Path(out), dtype_name(chunks)
+    weights: SourceWeights | None = None
+
+    def check_source() -> None:
+        nonlocal weights
+        if not (source / CONFIG).is_file():
+            text = f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
+            raise UserError(f"{text}; put it back there")
+        if architecture.family.needs_original:
+            weights = check_weights(architecture, source if original is None else original)
+
+    def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
+        whole = stream
+        if weights is not None:
+            whole = _with_copied(_as_stored(stream, weights, architecture), weights, getattr(torch, dtype))
+        write_shards(whole, folder, max_shard_bytes=max_shard_bytes)
+        config = with_dtype(model_config(source, tied=architecture.tied), dtype)
+        config["model_type"] = architecture.family.name  # not an alias, which transformers does not know
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copy_companions(source, folder)
+        describe(folder)
+
+    write_together(
+        "export to Hugging Face",
+        target=target,
+        is_ours=is_our_model,
+        prepare=check_source,
+        stream=lambda: gather_weights(
+            rank_weights(chunks, architecture), architecture if weights is None else weights.architecture
+        ),
+        write=write,
+    )
+
+
+def _as_stored(
+    stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, architecture: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights under the names and in the order of the source, and those that are never trained in its dtype."""
+    frozen = frozen_weights(architecture)
+    for name, tensor in stream:
+        stored = weights.trained[name]
+        if name in frozen:
+            with _Files() as opened:
+                tensor = tensor.to(stored.read(opened).dtype)
+        yield stored.name, tensor.mT if stored.swapped else tensor
+
+
+def _with_copied(
+    stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a stream, then those that are copied from the source."""
+    yield from stream
+    for stored in (each for group in weights.copied.values() for each in group):
+        with _Files() as opened:
+            values = opened(stored.file).get_tensor(stored.name) if stored.quantization is None else stored.read(opened)
+            yield stored.name, values if stored.quantization is None else values.to(dtype)
+
+
+def export_bytes(architecture: Architecture, dtype: torch.dtype, original: Path | None) -> int:
+    """Return the size of the weights of an export, with those that are copied from the ``original`` folder."""
+    shapes = [*wanted_weights(architecture).values()]
+    if original is not None:
+        copied = check_weights(architecture, original).copied
+        shapes += [weight.shape for weights in copied.values() for weight in weights]
+    return sum(map(math.prod, shapes)) * dtype.itemsize

@@ -1,0 +1,233 @@
+"""Tables at start and end of a run; ``telemetry.summary`` formats their values."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
+from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
+from nemo_kto.artifacts.model_content import auto_class
+from nemo_kto.config.compose import DEFAULT_LR
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.data.batches.dataset import Splits
+from nemo_kto.device import device
+from nemo_kto.device.environment import MAX_CONNECTIONS
+from nemo_kto.device.kernels import slow_paths
+from nemo_kto.errors import plural
+from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
+from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
+from nemo_kto.mixers import GatedDeltaNet, Mamba2
+from nemo_kto.mixers.saving import MAX_HEAD_DIM
+from nemo_kto.models.engine.sequences import MicroBatchLimits
+from nemo_kto.run.data import RunData
+from nemo_kto.run.policy import Policy
+from nemo_kto.run.row_counts import split_text
+from nemo_kto.run.samples import samples_text
+from nemo_kto.telemetry.evaluations import SAMPLES_FILE
+from nemo_kto.telemetry.loggers import METRICS_FILE
+from nemo_kto.telemetry.text_table import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
+from nemo_kto.telemetry.timers import duration_text
+
+
+def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step: int | None) -> dict[str, str]:
+    """Return the lines of the table before training, by label."""
+    cfg, model, architecture, settings = run.cfg, run.cfg.model, policy.architecture, run.adapters
+    batches, reference = len(data.train.batch_sampler), f"{run.reference.name} ({run.reference.reason})"
+    parameters, trained, adapters = _count(wanted_weights(architecture)), "all trained", "none"
+    if settings is not None:
+        trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
+        layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
+        origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
+        modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
+        adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
+    source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
+    resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
+    limits = micro_batch_limits(run)
+    unit, rest = cfg.recipe.unit, data.splits.in_use["train"].counts.rows % model.global_batch_size
+    omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
+    lines = {
+        "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
+        **policy.weights_line,
+        **run.files.output_line,
+        "adapters": adapters,
+        **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        **row_lines(data.splits),
+        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
+        "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
+        "lr": _lr_text(run),
+        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {limits}{omitted}",
+        **_micro_batches(run),
+        "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
+        "layout": layout_text(
+            data=parallel_state.get_data_parallel_world_size(),
+            context=model.context_parallel_size,
+            tensor=model.tensor_model_parallel_size,
+            pipeline=model.pipeline_model_parallel_size,
+            stages=run.split.text(architecture.num_layers),
+            sequence_parallel=model.sequence_parallel,
+            experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
+            optimizer_instances=model.optim.num_distributed_optimizer_instances,
+        ),
+        **({} if architecture.experts is None else balance_line(model.moe_aux_loss_coeff, run.files.config[0])),
+        "device": _device_text(),
+        "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
+        "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
+        **_reference_memory(run),
+        **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
+        "run folder": str(run.folder),
+    }
+    slow = _slow_paths(run, architecture, limits)
+    return lines | {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
+
+
+def _slow_paths(run: ResolvedRun, architecture: Architecture, limits: MicroBatchLimits) -> list[str]:
+    """Return :func:`~nemo_kto.device.kernels.slow_paths` of a run."""
+    kinds, size = {mixer.kind for mixer in architecture.mixers}, run.architecture.largest_head
+    return slow_paths(
+        run.dtype,
+        tensor_parallel=run.cfg.model.tensor_model_parallel_size,
+        reduce_in_fp32=run.cfg.model.optim.grad_reduce_in_fp32,
+        unsupported_by_te=architecture.unsupported_by_te,
+        delta_nets=GatedDeltaNet.kind in kinds,
+        mamba=Mamba2.kind in kinds,
+        share_prompts=limits.share_prompts,
+        large_heads=size if (limits.packed or limits.share_prompts) and size > MAX_HEAD_DIM else 0,
+    )
+
+
+def _device_text() -> str:
+    if not device.on_gpu():
+        return f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
+    connections = os.environ.get(MAX_CONNECTIONS)
+    return device.device_name() + (f", {MAX_CONNECTIONS}={connections}" if connections else "")
+
+
+def row_lines(splits: Splits[Any]) -> dict[str, str]:
+    """Return the lines about how rows are read, by label, without those that do not apply."""
+    lines = {"labels": splits.labels, "prompts": splits.prompts, "left out": splits.left_out}
+    return {name: text for name, text in {**lines, "special tokens": splits.special_tokens}.items() if text}
+
+
+def balance_line(weight: float, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the line about the load-balancing loss of a mixture of experts, with the coefficient in its config.json."""
+    unused, text = config.get("router_aux_loss_coef"), "load-balancing loss" if weight else "no load-balancing loss"
+    note = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used" if unused else ""
+    return {"experts": f"{text} (model.moe_aux_loss_coeff={weight:g}{note})"}
+
+
+def _micro_batches(run: ResolvedRun) -> dict[str, str]:
+    """Return why micro-batches on GPUs have their size, and why they are packed or not."""
+    if not device.on_gpu():
+        return {}
+    packing = packing_of(run)
+    packed = f"{'packed' if packing.is_on else 'not packed'} ({packing.reason})"
+    if not run.micro_batch_tokens:
+        return {"micro-batches": packed}
+    return {"micro-batches": f"{run.micro_batch_tokens:,} tokens ({run.micro_batch_reason}), {packed}"}
+
+
+def _reference_memory(run: ResolvedRun) -> dict[str, str]:
+    if not device.on_gpu() or not run.swaps_reference or not run.reference_memory:
+        return {}
+    memory = {"gpu": "GPU memory", "cpu": "host memory"}[run.reference_memory]
+    return {"reference weights": f"{memory} ({run.reference_memory_reason})"}
+
+
+def _lr_text(run: ResolvedRun) -> str:
+    lr, scheme = run.cfg.model.optim.lr, run.cfg.model.peft.peft_scheme
+    if lr != DEFAULT_LR[scheme]:
+        return f"{lr:g} (model.optim.lr)"
+    return f"{lr:g} (the default of model.optim.lr {'for adapters' if run.has_adapters else 'if all weights are trained'})"
+
+
+def _count(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def end_table(
+    run: ResolvedRun,
+    policy: Policy,
+    trainer: DPOTrainer,
+    *,
+    best: Checkpoint | None,
+    report: Path | None,
+    seconds: float,
+) -> str:
+    """Return the summary of a run after training: metrics, written files and how to use them.
+
+    ``best`` is the best of the kept checkpoints, None if none has the monitored metric; ``report`` the page about the run,
+    None if there is none; ``seconds`` the time of training.
+    """
+    cfg, name, metrics = run.cfg, run.cfg.recipe.name, run.folder / METRICS_FILE
+    is_early = trainer.step < trainer.max_steps
+    early_stopping = trainer.stopped_early if is_early else None
+    state_text, next_step, lines = "finished", "train longer", dict[str, str]()
+    overrides = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
+    if early_stopping is not None:
+        state_text, lines["early stopping"] = "stopped by early stopping", early_stopping
+        overrides.append("exp_manager.create_early_stopping_callback=false")
+    elif is_early:
+        state_text, next_step = f"stopped by trainer.max_time={cfg.trainer.max_time}", "resume"
+    else:
+        _, limits = run.length.what_ends(len(trainer.train_dataloader.batch_sampler))
+        max_steps = -1 if "max_epochs" in limits else 2 * trainer.max_steps
+        larger = {"max_epochs": run.length.max_epochs + 1, "max_steps": max_steps}
+        overrides += [f"trainer.{name}.{limit}={larger[limit]}" for limit in limits]
+    board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
+    lines |= figures_of(metrics, validations=run.validation_titles)
+    kept = find_checkpoints(run.checkpoints)
+    lines |= {**_checkpoint_lines(run, kept, best), **_export_lines(run, policy, trainer, kept, best)}
+    lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
+    lines["metrics"] = f"{metrics}{board}"
+    if cfg.exp_manager.samples.enabled:
+        lines["samples"] = str(run.folder / SAMPLES_FILE)
+    lines |= {} if report is None else {"report": str(report)}
+    done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
+    return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
+
+
+def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that were validated, by the metric that ranks them; the best of one is no best."""
+    monitor = run.cfg.exp_manager.checkpoint_callback_params.monitor
+    return [each for each in kept if monitor.startswith("val_") and each.info["metrics"].get(monitor) is not None]
+
+
+def _checkpoint_lines(run: ResolvedRun, kept: Sequence[Checkpoint], best: Checkpoint | None) -> dict[str, str]:
+    """Return the best checkpoint, if several were validated, and the last, with the command that exports it by default."""
+    ranking, compared, lines = run.cfg.exp_manager.checkpoint_callback_params, _compared(run, kept), dict[str, str]()
+    figures = {each.step: f"{ranking.monitor} {each.info['metrics'][ranking.monitor]:.4f}, " for each in compared}
+    if best is not None and len(compared) > 1:
+        extreme = "lowest" if ranking.mode == "min" else "highest"
+        lines["best checkpoint"] = f"{best.folder} ({figures[best.step]}{extreme} of {len(compared)} kept checkpoints)"
+    for last in kept[-1:]:
+        written = f"written by nemo-kto export {run.folder} FOLDER"
+        lines["last checkpoint"] = f"{last.folder} ({figures.get(last.step, '')}{written})"
+    return lines
+
+
+def _export_lines(
+    run: ResolvedRun, policy: Policy, trainer: DPOTrainer, kept: Sequence[Checkpoint], best: Checkpoint | None
+) -> dict[str, str]:
+    export = run.cfg.export
+    if not export.enabled:
+        return {"exported model": "none (export.enabled=false)"}
+    weights = f"after the last step, {trainer.step}"
+    if export.which == "best" and best is not None:
+        which = "best checkpoint" if len(_compared(run, kept)) > 1 else "only validated checkpoint"
+        weights = f"the {which}, step {best.step}"
+    path, loader = Path(export.path), auto_class(Path(export.path))
+    if policy.adapters is None:
+        return model_lines(path, weights, auto_class=loader) | policy.weights_line
+    merged = model_lines(path, f"{weights}, adapters merged", auto_class=loader) | policy.weights_line
+    if refusal := refused_by_peft(policy.architecture.family, policy.adapters):
+        return {**merged, "exported adapters": f"{export.adapter_path}; {refusal}"}
+    return {**merged, **adapter_lines(Path(export.adapter_path), auto_class=loader)}

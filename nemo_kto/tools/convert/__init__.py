@@ -1,0 +1,1 @@
+"""Import of .nemo archives and Megatron checkpoints."""

@@ -1,0 +1,121 @@
+"""Command `nemo-kto plan`: estimate memory and speed of a run, here or on other machines; nothing is loaded or started."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from functools import partial
+
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.cli import gigabytes, gpu_kind, integer_from, is_set, run_parser
+from nemo_kto.config import compose
+from nemo_kto.config.checker import POSITIONS, Checker, InvalidConfig, read_positions
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.rules.gpu_rules import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
+from nemo_kto.config.rules.training_rules import run_errors
+from nemo_kto.errors import ConfigError, error_of
+from nemo_kto.memory.run_plan import (
+    LORA,
+    Machines,
+    Plan,
+    best_layouts,
+    gpus_elsewhere,
+    make_plan,
+    overrides,
+    these_machines,
+    values_of,
+    with_precision,
+)
+from nemo_kto.memory.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE
+from nemo_kto.processes.ranks import World
+from nemo_kto.tools.plan.auto import settle
+from nemo_kto.tools.plan.plan_text import plan_text, search_text, shortage_text
+from nemo_kto.tools.plan.shortage import find_shortage
+
+_MODEL, _DATA = POSITIONS.values()
+_LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
+_SHOWN = 5
+_DESCRIPTION = """\
+Estimate the memory of each rank and the speed of a run; only config.json of the model is read.
+With --gpus and without a layout (recipe, or model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list
+five layouts that fit, the preferred one first, or how many GPUs are missing. Without --gpus, plan for this machine. Exit
+status 1 if the run does not fit.
+"""
+DOES_NOT_FIT = 1  # exit status
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit status; raise UserError with all errors in the command line."""
+    flags = _parser().parse_intermixed_args(list(argv))
+    recipe, words = RECIPES[flags.algorithm], list(flags.words)
+    given, _ = read_positions(words, recipe)
+    searches = flags.gpus is not None and not any(is_set(key, given) for key in (*_LAYOUT, "recipe"))
+    if not is_set(_DATA, given):
+        words.append(f"{_DATA}=rows.jsonl")  # required, but not read
+    rules = partial(_errors, ranks=None if searches else flags.gpus)
+    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
+    title = "the run cannot be planned"
+    gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
+    checker = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title, weights=False)
+    if any(map(compose.is_auto, given)):
+        words, line = settle(words, checker, partial(_machines, flags, timed=False))
+        print(line)
+    run = with_precision(checker.resolve(words), on_gpu=flags.gpus is not None)
+    machines = _machines(flags, run)
+    computes = computes_here(on_gpu=machines.on_gpu)
+    if flags.gpus is not None:  # other machines are assumed to have a sufficient Transformer Engine
+        computes = Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
+    if errors := list(model_gpu_rules(run, computes)):
+        raise InvalidConfig(title=title, errors=errors)
+    plan = make_plan(run, machines)
+    if not searches:
+        print(plan_text(plan))
+        return 0 if plan.fits else DOES_NOT_FIT
+    if found := best_layouts(plan, _SHOWN):
+        print(search_text(plan, found))
+        return 0
+    shortage = find_shortage(plan)
+    print(shortage_text(plan, shortage, lora_command=_lora_command(flags, words, shortage.lora)))
+    return DOES_NOT_FIT
+
+
+def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
+    """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
+    machines = these_machines(run, timed=timed) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
+    return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
+
+
+def _lora_command(flags: argparse.Namespace, words: Sequence[str], lora: Plan | None) -> str:
+    """Return the command that trains with LoRA in the layout ``lora``; ``words`` are those of the run that does not fit."""
+    if lora is None:
+        return ""
+    devices = max(count for count in range(1, GPUS_PER_MACHINE + 1) if flags.gpus % count == 0)
+    machines = {"trainer.num_nodes": flags.gpus // devices} if flags.gpus > GPUS_PER_MACHINE else {}
+    machines["trainer.devices"] = devices
+    layout = values_of(lora)
+    replaced = {*machines, *(f"model.{name}" for name in (*layout, *LORA, "micro_batch_size"))}
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
+    files = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
+    source = [f"{flag}={value}" for flag, value in files.items() if value is not None]
+    settings = [f"{key}={value}" for key, value in machines.items()]
+    return shlex.join(["nemo-kto", flags.algorithm, *source, *kept, *settings, *overrides({**LORA, **layout}).split()])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = run_parser("plan", _DESCRIPTION, words="MODEL [DATA] KEY=VALUE")
+    parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
+    kinds = f"their kind, with --gpus: {', '.join(GPUS)} ({DEFAULT_GPU})"
+    parser.add_argument("--gpu", type=gpu_kind, metavar="KIND", default=DEFAULT_GPU, help=kinds)
+    parser.add_argument("--memory", "--gpu-memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
+    return parser
+
+
+def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:
+    """Return errors except those about machine, data, tokenizer and weights: run and files may be on other machines."""
+    world = None if ranks is None else World(rank=0, size=ranks, local_rank=0, local_size=None)
+    errors = run_errors(run, world=world, elsewhere=True)
+    errors = [error for error in errors if not error.key.startswith((_DATA, "exp_manager.", "export."))]
+    of_model = [error for error in errors if error.about_files and error.key == _MODEL]
+    wrong = [] if error_of(lambda: run.files.config) is None else of_model[:1]  # the folder or its config.json
+    return [error for error in errors if not error.about_files or error in wrong]

@@ -1,0 +1,1 @@
+"""The page about a run, or a comparison of several."""

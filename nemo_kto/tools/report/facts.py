@@ -1,0 +1,428 @@
+"""The figures and tables of a report, as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from os.path import commonprefix
+from pathlib import PurePath
+from typing import Any
+
+from nemo_kto.artifacts.checkpoint_files import size_text
+from nemo_kto.data.rows.forms import data_name
+from nemo_kto.errors import plural
+from nemo_kto.records.run_record import RUNNING, ComparisonResult, RunRecord
+from nemo_kto.telemetry.evaluations import Sample
+from nemo_kto.telemetry.timers import duration_text
+
+MODEL, DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
+_ROWS = {"training": DATA, "validation": "validation rows"}  # key of their content hash in run.json
+MINUS = "\N{MINUS SIGN}"
+_UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from this size on, the number divided by this, with this unit
+_TRAILING_ZEROS = re.compile(r"\.?0*e-0*")
+_QUALITY = {"auc": "AUC", "acc": "Accuracy", "rewards_margin": "Margin", "loss": "Loss"}  # metric -> its name
+# Differ between any two runs, or follow from other keys.
+_NOT_COMPARED = (
+    "exp_manager.explicit_log_dir", "exp_manager.name", "exp_manager.wandb_logger_kwargs.name",
+    "exp_manager.mlflow_logger_kwargs.run_name", "export.path", "export.adapter_path",
+)  # fmt: skip
+# Role and text of a message in the chat templates of ChatML, Llama 3 and Gemma; the token before the first message.
+_TURN = re.compile(
+    r"<(?:\|im_start\||\|start_header_id\||start_of_turn)>(\w+)(?:<\|end_header_id\|>)?\n+"
+    r"(.*?)(?:<(?:\|im_end\||\|eot_id\||end_of_turn)>\s*|\Z)",
+    re.DOTALL,
+)
+_BOS = re.compile(r"(<[^<>\s]+>)?\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure of the headline: what it is, its value, and where that comes from."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def subtitle(run: RunRecord) -> str:
+    """Describe a run: its algorithm, loss, model and data."""
+    loss = "" if run.loss == run.algorithm else f", loss {run.loss}"
+    model, data = (short_name(run.config.get(key)) for key in (MODEL, DATA))
+    return f"{run.algorithm.upper()}{loss}" + (f" of {model}" if model else "") + (f" on {data}" if data else "")
+
+
+def short_name(value: object) -> str:
+    """Shorten the path of a model or of data to its last part; of several files, join those of all."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list):
+        names = [name for name in map(short_name, value) if name and not name.replace(".", "").isdigit()]
+        return ", ".join(dict.fromkeys(names))
+    return "" if value is None else PurePath(data_name(str(value))).name or str(value)
+
+
+def _model_name(path: str) -> str:
+    """Shorten the path of a model to its last two parts, because the last one may be that of any run, such as hf."""
+    return "/".join(PurePath(path).parts[-2:])
+
+
+def headline(run: RunRecord) -> list[Figure]:
+    """Return the figures that tell how the run ended: win rates, quality, margin, loss, KL, steps and time."""
+    figures = [
+        Figure(
+            label="Win rate",
+            value=percent_text(each.rate),
+            detail=f"{interval_text(each.interval)} against {_model_name(each.base)} by {each.by}",
+        )
+        for each in run.comparisons
+    ]
+    sets = {title.replace("validation", "held-out"): prefix for title, prefix in run.validations.items()}
+    figures += [
+        figure
+        for of_set, prefix in (sets or {"training batches": "train/"}).items()
+        for metric, label in _QUALITY.items()
+        if (figure := _change(run, f"{prefix}{metric}", label, of_set)) is not None
+    ]
+    total = run.total_steps
+    figures.append(Figure(label="Steps", value=f"{run.step:,}", detail="" if total is None else f"of {total:,}"))
+    if run.seconds:
+        detail = "" if run.tokens_per_second is None else f"{number_text(run.tokens_per_second, 3)} tokens/s"
+        figures.append(Figure(label="Time", value=duration_text(run.seconds), detail=detail))
+    return figures
+
+
+def _change(run: RunRecord, metric: str, label: str, where: str) -> Figure | None:
+    curve, rows = run.curves.get(metric), run.curves.get(metric.removesuffix("auc") + "rows")
+    if curve is None:
+        return None
+    detail = where
+    if metric.endswith("auc") and rows is not None:
+        detail += f", {plural(int(rows.last), 'row')}"
+    if len(curve) > 1:
+        detail += f", from {metric_text(metric, curve.first, 3)} at step {int(curve.steps[0]):,}"
+    return Figure(label=label, value=metric_text(metric, curve.last, 3), detail=detail)
+
+
+def state_text(run: RunRecord) -> str:
+    """Describe the state of a run in one sentence; empty for one that finished, or of which nothing is known."""
+    word, text = run.state
+    progress = f"after step {run.step:,}" + ("" if run.total_steps is None else f" of {run.total_steps:,}")
+    if word == RUNNING:
+        return f"The run is still in progress: this page shows it {progress}."
+    if not text:
+        return ""
+    verb = {"stopped": "was stopped"}.get(word, word)
+    return f"The run {verb} {progress}: {text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Cell of a table with the best value of its column."""
+
+    text: str
+
+
+def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
+    """Return a table of several runs, which are given by name: a header, and a line for each run.
+
+    The best held-out value is marked if the runs have the same validation rows and, except for AUC and accuracy, the same
+    loss and beta.
+    """
+    columns: dict[str, str] = {}
+    for run in runs.values():
+        for title, prefix in run.validations.items():
+            for name, label in _QUALITY.items():
+                if f"{prefix}{name}" in run.curves:
+                    columns[f"{prefix}{name}"] = f"{title} {label if label == 'AUC' else label.lower()}"
+    columns |= {"train/loss": "train loss"}
+    compared = dict.fromkeys((each.base, each.by) for run in runs.values() for each in run.comparisons)
+    several = len({by for _, by in compared}) > 1
+    win_rates = [f"win rate against {_model_name(base)}" + (f" by {by}" if several else "") for base, by in compared]
+    lengths = [f"characters (of {_model_name(base)})" for base, _ in compared]
+    comparisons = chain(*zip(win_rates, lengths, strict=True))
+    rows: list[list[str | Best]] = [["run", *comparisons, *columns.values(), "steps", "time", "state"]]
+    last = {
+        column: {name: run.curves[column].last for name, run in runs.items() if column in run.curves} for column in columns
+    }
+    same_rows = "validation" not in differing_rows(runs)
+    same_loss = len({(run.algorithm, run.loss, run.beta) for run in runs.values()}) == 1
+    best: dict[str, float] = {}
+    for column, values in last.items():
+        is_comparable = column.startswith("val/") and same_rows and (same_loss or column.endswith(("auc", "acc")))
+        if is_comparable and len({*values.values()}) > 1:
+            best[column] = (min if column.endswith("loss") else max)(values.values())
+    for name, run in runs.items():
+        found = {(each.base, each.by): each for each in run.comparisons}
+        cells: list[str | Best] = [text for each in compared for text in _comparison_cells(found.get(each))]
+        for column, values in last.items():
+            text = metric_text(column, values[name]) if name in values else ""
+            cells.append(Best(text=text) if column in best and values.get(name) == best[column] else text)
+        time = duration_text(run.seconds) if run.seconds else ""
+        rows.append([name, *cells, f"{run.step:,}", time, run.state.word])
+    return rows
+
+
+def _comparison_cells(found: ComparisonResult | None) -> tuple[str, str]:
+    """Return win rate and mean lengths of a comparison; empty if there is none."""
+    if found is None:
+        return "", ""
+    own, other = found.mean_lengths
+    return f"{percent_text(found.rate)} {interval_text(found.interval)}", f"{own:,.0f} ({other:,.0f})"
+
+
+def differing_settings(runs: Mapping[str, RunRecord]) -> list[list[str]]:
+    """Return the keys whose values differ between runs, in a table with a header.
+
+    NAME stands for the algorithm in the keys of runs with different ones.
+    """
+    configs: list[Mapping[str, object]] = [run.config for run in runs.values()]
+    if len({run.algorithm for run in runs.values()}) > 1:
+        configs = [
+            {key.replace(f".{run.algorithm}.", ".NAME.", 1): value for key, value in run.config.items()}
+            for run in runs.values()
+        ]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in _NOT_COMPARED)
+    rows = [["key", *runs]]
+    for key in keys:
+        values = [value_text(config[key]) if key in config else "" for config in configs]
+        if len(set(values)) > 1:
+            if key == DATA and len(set(names := [short_name(config.get(key)) for config in configs])) > 1:
+                values = names
+            elif all("/" in value and value[0] not in "{[" for value in values):
+                values = without_common_start(values, "/")
+            rows.append([key, *values])
+    return rows
+
+
+def without_common_start(texts: Sequence[str], ends: str) -> list[str]:
+    """Return texts without what they all start with, up to one of the characters ``ends``.
+
+    Examples:
+        >>> without_common_start(["data/may/a.jsonl", "data/june/a.jsonl"], "/")
+        ['may/a.jsonl', 'june/a.jsonl']
+    """
+    common = commonprefix(list(texts))  # noqa: RUF071  # of characters, not of folders
+    start = 1 + max(common.rfind(end) for end in ends)
+    return [text[start:] for text in texts]
+
+
+def differing_rows(runs: Mapping[str, RunRecord]) -> list[str]:
+    """Return which rows differ between runs, by their hashes or else their files: "training", "validation"."""
+    found = []
+    for title, key in _ROWS.items():
+        hashes = [str(_fact(run, key).get("sha256", "")) for run in runs.values()]
+        if not all(hashes):
+            hashes = [value_text(run.config.get(DATA)) for run in runs.values()]
+        if len({*hashes}) > 1:
+            found.append(title)
+    return found
+
+
+def data_text(run: RunRecord) -> str:
+    """Return the names of the files of a run's rows, and the number of training and validation rows."""
+    rows = [f"{_fact(run, key)['from']} for {title}" for title, key in _ROWS.items() if "from" in _fact(run, key)]
+    return (short_name(run.config.get(DATA)) or "unknown files") + (f" ({', '.join(rows)})" if rows else "")
+
+
+def _fact(run: RunRecord, key: str) -> Mapping[str, Any]:
+    fact = run.run.get("facts", {}).get(key)
+    return fact if isinstance(fact, Mapping) else {}
+
+
+def value_text(value: object) -> str:
+    """Write the value of a key as on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {value_text(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    return str(value)
+
+
+def data_table(run: RunRecord) -> list[list[str]]:
+    """Return the counts of each split, in a table with a header; empty if the data are not recorded."""
+    rows = []
+    sets: Mapping[str, Mapping[str, Any]] = run.data.get("sets", {})
+    has_labels = any(counts.get("desirable") is not None for counts in sets.values())
+    for name, counts in sets.items():
+        labels = [""] * 2 * has_labels
+        if (desirable := counts.get("desirable")) is not None:
+            labels = [f"{desirable:,}", f"{counts['rows'] - desirable:,}"]
+        cut = f"{counts['cut_prompts']:,} / {counts['cut_responses']:,}"
+        rows.append([name, f"{counts['rows']:,}", *labels, f"{counts['tokens']:,}", f"{counts['longest']:,}", cut])
+    if not rows:
+        return []
+    labels = ["desirable", "undesirable"] if has_labels else []
+    unit = str(run.data.get("unit", "rows"))
+    return [["set", unit, *labels, "tokens", "longest", "prompts / answers truncated"], *rows]
+
+
+def comparison_table(run: RunRecord) -> list[list[str]]:
+    """Return the results of `nemo-kto compare`, in a table with a header; empty if there are none."""
+    rows = [
+        [
+            each.base,
+            each.by,
+            f"{percent_text(each.rate)} {interval_text(each.interval)}",
+            percent_text(each.length_controlled),
+            f"{each.wins:,} / {each.ties:,} / {each.losses:,}",
+            " / ".join(f"{length:,.0f}" for length in each.mean_lengths),
+        ]
+        for each in run.comparisons
+    ]
+    header = ["against", "by", "win rate", "at equal lengths", "wins / ties / losses", "characters, model / base"]
+    return [header, *rows] if rows else []
+
+
+def checkpoint_table(run: RunRecord) -> list[list[str]]:
+    """Return the checkpoints, in a table with a header; empty if there are none."""
+    names = [prefix.replace("/", "_") + metric for prefix in run.validations.values() for metric in ("loss", "auc", "acc")]
+    names = [name for name in names if any(name in checkpoint.info["metrics"] for checkpoint in run.checkpoints)]
+    rows = []
+    for checkpoint in run.checkpoints:
+        values = [checkpoint.info["metrics"].get(name) for name in names]
+        size = size_text(sum(record.size for record in checkpoint.files.values()))
+        texts = ["" if value is None else metric_text(name, value) for name, value in zip(names, values, strict=True)]
+        rows.append([checkpoint.folder.name, f"{checkpoint.step:,}", size, *texts])
+    return [["checkpoint", "step", "size", *names], *rows] if rows else []
+
+
+def provenance(run: RunRecord) -> dict[str, str]:
+    """Return versions of the packages, and content hashes of the model, the tokenizer and the rows, by name."""
+    info = run.checkpoints[-1].info if run.checkpoints else {}
+    versions: Mapping[str, str] = run.run.get("versions") or info.get("versions") or {}
+    facts: Mapping[str, Any] = run.run.get("facts") or info.get("run") or {}
+    lines = dict(versions)
+    for name, content in facts.items():
+        if isinstance(content, Mapping) and "sha256" in content:
+            lines[name] = f"sha256 {content['sha256']} ({content.get('from', '')})"
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Answers to one prompt.
+
+    Attributes:
+        prompt: (role, text) of each message; the role of a prompt without messages is empty.
+        answers: title (model or step, and whether the answer was cut) -> answer.
+    """
+
+    prompt: Sequence[tuple[str, str]]
+    answers: Mapping[str, str]
+    title: str = ""
+
+
+def answers(run: RunRecord) -> Iterator[Answers]:
+    """Yield, for each prompt, the answers of the reference, of the policy at its first validation, and at its last."""
+    by_prompt: dict[int, list[Sample]] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(sample.index, []).append(sample)
+    for _, samples in sorted(by_prompt.items()):
+        policy = sorted((each for each in samples if each.model == "policy"), key=lambda sample: sample.step)
+        reference = next((each for each in samples if each.model == "reference"), None)
+        if reference is None and policy and policy[0].step == 0:
+            reference = policy.pop(0)  # nothing was trained yet
+        titled = [] if reference is None else [("reference", reference)]
+        titled += [(f"step {each.step:,}", each) for each in policy[:1] + policy[-1:]]
+        shown = {
+            title + sample.cut_note: sample.answer.strip() + ("" if sample.ended else " \N{HORIZONTAL ELLIPSIS}")
+            for title, sample in titled
+        }
+        messages = samples[0].messages
+        prompt = _messages(samples[0].prompt)
+        if messages is not None:
+            prompt = [(str(message.get("role", "")), str(message.get("content", ""))) for message in messages]
+        yield Answers(prompt=prompt, answers=shown)
+
+
+def extreme_rows(run: RunRecord, *, best: bool) -> list[Answers]:
+    """Return the held-out rows whose rewards agree most or least with their labels, at the last validation of each set."""
+    last = {row.set: row.step for row in sorted(run.extremes, key=lambda row: row.step)}
+    return [
+        Answers(
+            title=f"{PurePath(row.row).name}: {'margin' if len(row.answers) > 1 else 'reward'} {number_text(row.reward, 3)}",
+            prompt=_messages(row.prompt),
+            answers=row.answers,
+        )
+        for row in run.extremes
+        if row.best == best and row.step == last[row.set]
+    ]
+
+
+def _messages(prompt: str) -> list[tuple[str, str]]:
+    """Return (role, text) of each message of a prompt that was rendered by a common chat template; else one text."""
+    turns = _TURN.findall(prompt)
+    if not turns or not _BOS.fullmatch(_TURN.sub("", prompt)):
+        return [("", prompt)]
+    return [(role, text) for role, text in turns if text]  # the last one is the beginning of the answer
+
+
+def warning_lines(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the step and the text of each warning; equal ones are shown once, with their number."""
+    found: dict[str, list[int]] = {}
+    for warning in run.warnings:
+        text = warning.text.removeprefix(f"step {warning.step}: ")  # it is shown beside the text
+        found.setdefault(text, []).append(warning.step)
+    return [
+        (
+            f"step {steps[0]:,}" if steps[0] else "start",
+            text + (f" ({plural(len(steps), 'time')})" if len(steps) > 1 else ""),
+        )
+        for text, steps in found.items()
+    ]
+
+
+def unique_names(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
+    """Return the runs by name: the name of the folder, or as many last parts of its path as tell the runs apart.
+
+    What all names start with is left out, up to a separator, if words are left of each.
+    """
+    for parts in range(1, max(len(run.folder.parts) for run in runs) + 1):
+        names = ["/".join(run.folder.parts[-parts:]) for run in runs]
+        if len({*names}) == len(runs):
+            break
+    shorter = without_common_start(names, "/_-") if len(runs) > 1 else names
+    are_words = all(re.search(r"[^\W\d_]", name) for name in shorter)
+    return dict(zip(shorter if are_words else names, runs, strict=True))
+
+
+def metric_text(name: str, value: float, digits: int = 4) -> str:
+    """Format the value of a metric: an AUC with three digits after the point, others by :func:`number_text`."""
+    return f"{value:.3f}" if name.endswith("auc") else number_text(value, digits)
+
+
+def percent_text(share: float) -> str:
+    """Format a share: "62.5 %"."""
+    return f"{share:.1%}".replace("%", " %")
+
+
+def interval_text(interval: tuple[float, float]) -> str:
+    """Format an interval of shares, in percent: "[54.0, 70.1]"."""
+    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """Format a number for an axis or a table, as short as its digits allow.
+
+    Numbers from 1,000 to 10,000 have all their digits before the point; those below 0.001 have an exponent.
+
+    Examples:
+        >>> [number_text(value) for value in (12_000, 0.25, 2_500_000, 0.00025, 0)]
+        ['12k', '0.25', '2.5M', '2.5e-4', '0']
+        >>> number_text(1899.3, digits=3)
+        '1899'
+    """
+    size = abs(value)
+    divisor, unit = next(((divisor, unit) for limit, divisor, unit in _UNITS if size >= limit), (1.0, ""))
+    text = f"{size / divisor:.{digits}g}"
+    if 0 < size < 1e-3:
+        text = _TRAILING_ZEROS.sub("e-", f"{size:.{digits - 1}e}")
+    elif "e" in text:
+        text = f"{size / divisor:.0f}"
+    return f"{MINUS if value < 0 else ''}{text}{unit}"

@@ -1,0 +1,138 @@
+"""Command `nemo-kto label`: labels for answers, by a person, a function or a model that judges, as rows for training."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_kto.cli import integer_from, number
+from nemo_kto.errors import UserError, plural
+from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.tools.inference.row_output import open_rows
+from nemo_kto.tools.rounds.answers import read_answers
+from nemo_kto.tools.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
+from nemo_kto.tools.rounds.options import (
+    add_deciders,
+    judge_mistakes,
+    make_judge,
+    read_rubric,
+    report_undecided,
+    rubric_hash,
+)
+from nemo_kto.tools.rounds.scoring import Judge, Scorer, Scores
+from nemo_kto.tools.rounds.terminal import label_in_terminal, require_terminal
+from nemo_kto.utils.text import terminal_line
+
+_DESCRIPTION = """\
+Label answers that nemo-kto sample has written: by keys in this terminal, on a local page (--page), by a function (--score),
+or by a model (--judge). Each label is a row for training, and is on disk before the next question; the same command
+continues. Skipped questions come again at the next start.
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command; raise UserError for mistakes."""
+    flags = _parser().parse_args(list(argv))
+    _check(flags)
+    answers = read_answers(Path(flags.answers))
+    scores = None if flags.score is None else Scorer(path=flags.score).scores(answers)
+    if scores is not None and flags.pairs:
+        questions = best_and_worst(answers, scores)
+    else:
+        questions = pair_questions(answers) if flags.pairs else single_questions(answers)
+    labeller = PERSON if flags.score is None else f"score {flags.score}"
+    rubric = judge = None
+    if flags.judge is not None:
+        rubric = read_rubric(flags.rubric)
+        judge = make_judge(flags, rubric)
+        labeller = f"judge {judge.model}"
+    given = {
+        "labeller": labeller,
+        "round": flags.round,
+        "threshold": flags.threshold,
+        "rubric": None if rubric is None else rubric_hash(rubric),
+    }
+    about = {name: value for name, value in given.items() if value is not None}
+    with open_rows(Path(flags.out), option="--out") as file:
+        labelling = Labelling(questions=questions, file=file, about=about)
+        if scores is not None:
+            _label_by_scores(labelling, scores, flags.threshold, pairs=flags.pairs)
+        elif judge is not None:
+            _label_by_judge(labelling, judge)
+        elif flags.page:
+            _label_on_page(labelling)
+        else:
+            label_in_terminal(labelling)
+        if judge is not None and labelling.left and not file.rows:
+            got = f"got none on {plural(labelling.total, 'question')}"
+            raise UserError(f"the judge must give a verdict on at least one question, {got}; remove the reason above")
+        good = sum(row.get("label") is True for row in file.rows)
+        kinds = "" if flags.pairs else f": {good:,} good, {len(file.rows) - good:,} bad"
+        left = labelling.total - len(file.rows)
+        rest = f"; {plural(left, 'question')} left, for which the same command asks again" if left else ""
+        print(terminal_line(f"{flags.out}: {plural(len(file.rows), 'row')}{kinds}{rest}"))
+
+
+def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | None, *, pairs: bool) -> None:
+    numbers = [score for score in scores.values() if not isinstance(score, bool)]
+    if numbers and threshold is None and not pairs:
+        text = f"--threshold must be given if the function returns numbers, got none and {numbers[0]:g} as a score"
+        raise UserError(f"{text}; e.g. --threshold {numbers[0]:g}, from which on an answer is good")
+    for question in labelling.left:
+        score = scores[question.answers[0].key]
+        # the first answer of a pair is the best one
+        labelling.record(question, pairs or (score if isinstance(score, bool) else score >= (threshold or 0.0)))
+
+
+def _label_by_judge(labelling: Labelling, judge: Judge) -> None:
+    undecided = dict[str, str]()
+    left = labelling.left
+    verdicts = judge.verdicts(left)
+    for question, verdict in progress_bar(verdicts, total=len(left), title="judging", shown=True):
+        if isinstance(verdict, bool):
+            labelling.record(question, verdict)
+        else:
+            undecided[question.key] = verdict
+    report_undecided("label", left, undecided, "question")
+
+
+def _label_on_page(labelling: Labelling) -> None:
+    from nemo_kto.tools.rounds.label_page import PageServer
+
+    with PageServer(labelling=labelling) as server:
+        print(f"open {server.address}\nCtrl-C ends; every label is in the file at once.", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Raise UserError with all options that do not fit each other."""
+    ways = [f"--{name}" for name in ("page", "score", "judge") if getattr(flags, name) not in (None, False)]
+    mistakes = [*judge_mistakes(flags)]
+    if len(ways) > 1:
+        mistakes.append(f"at most one of --page, --score and --judge must be given, got {' and '.join(ways)}; choose one")
+    if flags.threshold is not None and flags.score is None:
+        mistakes.append(f"--threshold must be used with --score, got {flags.threshold:g} without it; leave it out")
+    if flags.threshold is not None and flags.pairs:
+        text = "--threshold must be used without --pairs, which are the best and the worst answer"
+        mistakes.append(f"{text}, got {flags.threshold:g}; leave it out")
+    if mistakes:
+        raise UserError("\n  ".join(mistakes))
+    if not ways:
+        require_terminal("nemo-kto label", remedy="label with --page, --score or --judge instead")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-kto label", description=_DESCRIPTION)
+    parser.add_argument("answers", metavar="ANSWERS", help="a file of nemo-kto sample")
+    parser.add_argument("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
+    pairs = "which of two answers is better, shown in random order; with --score, the best against the worst"
+    parser.add_argument("--pairs", action="store_true", help=pairs)
+    parser.add_argument("--page", action="store_true", help="label on a page of this machine, whose address is printed")
+    add_deciders(parser)
+    threshold = number("that is finite", lambda value: True)
+    parser.add_argument("--threshold", type=threshold, metavar="X", help="an answer with a score of at least X is good")
+    parser.add_argument("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
+    return parser

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_kto.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+# ours, and what is done to the gate
+KINDS = pytest.mark.parametrize(
+    ("kind", "activation"), [(SwiGLU, F.silu), (GeGLU, partial(F.gelu, approximate="tanh"))], ids=["silu", "gelu"]
+)
+
+
+def gated(kind: type[SwiGLU | GeGLU]) -> SwiGLU | GeGLU:
+    return kind(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
+
+
+@KINDS
+def test_values_equal_the_two_halves(kind: type[SwiGLU | GeGLU], activation: Activation) -> None:
+    torch.manual_seed(0)
+    gate_and_up = torch.randn(5, 2, 12)
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    assert torch.equal(gated(kind)(gate_and_up), activation(gate) * up)
+
+
+@KINDS
+def test_gradients_equal_autograd_bitwise(kind: type[SwiGLU | GeGLU], activation: Activation) -> None:
+    torch.manual_seed(0)
+    gate_and_up, grad = torch.randn(5, 2, 12, requires_grad=True), torch.randn(5, 2, 6)
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    (expected,) = torch.autograd.grad(activation(gate) * up, gate_and_up, grad)
+    (found,) = torch.autograd.grad(gated(kind)(gate_and_up), gate_and_up, grad)
+    assert torch.equal(found, expected)
+
+
+def test_only_the_input_is_saved_for_the_backward_pass() -> None:
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    gate_and_up = torch.randn(5, 2, 12, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        gated(SwiGLU)(gate_and_up)
+    assert kept == [gate_and_up.data_ptr()]
+
+
+def test_the_clamped_form_equals_autograd() -> None:
+    """Values beyond the limits too, and on them, where torch's clamp still has a slope."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=8, intermediate_size=6, num_local_experts=1, swiglu_alpha=1.3, swiglu_limit=0.75)
+    gate_and_up, grad = 2 * torch.randn(5, 2, 12, dtype=torch.float64), torch.randn(5, 2, 6, dtype=torch.float64)
+    gate_and_up[0, 0, :6], gate_and_up[0, 1, 6:9], gate_and_up[0, 1, 9:] = 0.75, 0.75, -0.75
+    gate_and_up.requires_grad_()
+    in_turn = torch.stack(gate_and_up.chunk(2, dim=-1), dim=-1).flatten(-2)  # as transformers has them
+    expected = GptOssExperts(config)._apply_gate(in_turn)
+    plain = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    found = ClampedSwiGLU(plain, alpha=1.3, limit=0.75)(gate_and_up)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (wanted,), (got,) = (torch.autograd.grad(values, gate_and_up, grad) for values in (expected, found))
+    assert 0 < int((wanted == 0).sum()) < wanted.numel()
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

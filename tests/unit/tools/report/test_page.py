@@ -1,0 +1,252 @@
+"""The page and the text of a report: complete, safe, and small."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from email.message import Message
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from docs.site.pages import DOCS
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.records.run_record import FINISHED, RUN_FILE, RUNNING, RunRecord, begin_run, end_run, read_run
+from nemo_kto.run import lifecycle
+from nemo_kto.telemetry.evaluations import RewardHistogram
+from nemo_kto.tools.report import report_command as report
+from nemo_kto.tools.report.facts import MINUS, answers
+from nemo_kto.tools.report.plots import common_bins
+from nemo_kto.tools.report.report_page import content_of, html
+from nemo_kto.utils.locks import this_process
+from tests.helpers.run_folders import changed, data_of, healthy, write_extras, write_run
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with everything that a report shows."""
+    return write_extras(write_run(tmp_path_factory.mktemp("runs") / "complete", healthy(), data=data_of(cut=30)))
+
+
+def html_of(*runs: RunRecord) -> str:
+    return html(content_of(runs) | {"refresh": None})
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of each row of the tables, and of each figure."""
+    rows = re.findall(r"<tr>(.*?)</tr>|<div>(<dt>.*?)</div>", page, re.DOTALL)
+    return [re.findall(r"<(?:t[hd]|dt|dd)[^>]*>(.*?)</(?:t[hd]|dt|dd)>", cells or figure) for cells, figure in rows]
+
+
+def test_a_page_shows_everything_and_loads_nothing(complete: Path) -> None:
+    html = html_of(read_run(complete))
+    assert [link for link in re.findall(r'(?:src|href)="([^"]*)"', html) if not link.startswith(("data:", "#"))] == []
+    assert "<script" not in html
+    assert "url(" not in html.replace("url(#", "")
+    drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    assert [colour for drawing in drawings for colour in re.findall(r"#[0-9a-f]{6}\b", drawing)] == [], (
+        "colours are the page's"
+    )
+    titles = re.findall(r"<h3>([^<]+)</h3>", html)
+    expected = ["Loss", "Rewards in training", "Rewards in validation", "Margin", "AUC", "KL estimate, unclamped"]
+    assert titles[: len(expected)] == expected
+    for title in ("Advice", "Curves", "Held-out rows", "Answers", "Data", "Warnings", "Win rates", "Settings"):
+        assert f"{title}</h2>" in html, title
+    assert "Rewards of validation, before and after</h2>" in html
+    assert html.index("<h3>KL estimate") < html.index("<summary>Technical: Log-probs") < html.index("<h3>Gradient norm")
+    assert "<dl" not in re.sub(r"<details.*?</details>", "", html[html.index("Settings</h2>") :], flags=re.DOTALL)
+    assert "rows.jsonl:200: reward 1.23" in html
+    assert '<h3>undesirable</h3><p class="answer">&lt;u&gt;answer&lt;/u&gt; of step 200' in html
+    assert "of step 0" not in html, "only the last validation"
+    assert '<span class="role">user</span> Why &lt;i&gt;?' in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "&lt;b&gt;answer&lt;/b&gt; 1 of policy &amp; step 200 …" in html
+    assert html.count("<h3>step 200</h3>") == html.count("<h3>step 200 (cut after 4 tokens)</h3>") == 1
+    judge = "judge &lt;b&gt;large&lt;/b&gt;"
+    for row in (
+        ["Win rate", "62.5 %", f"[55.5, 69.0] against models/start by {judge}"],
+        ["models/last", judge, "51.0 % [44.0, 57.5]", "58.0 %", "120 / 10 / 70", "310 / 280"],
+        ["AUC", "0.880", "held-out, 200 rows, from 0.500 at step 0"],
+    ):
+        assert row in rows_of(html)
+    for fact in ("<h1>complete</h1>", "Many rows are truncated", "Prompt 1?"):
+        assert fact in html, fact
+
+
+def labels(html: str, title: str) -> list[list[str]]:
+    """The labels of each drawing whose title begins so: those of the horizontal axis, then those of the vertical one."""
+    drawings = re.findall(rf"<h3>{title}[^<]*</h3>(?:(?!</svg>).)*</svg>", html, re.DOTALL)
+    return [re.findall(r"<text[^>]*>([^<]*)</text>", drawing) for drawing in drawings]
+
+
+def test_axes(tmp_path: Path) -> None:
+    """Curves have one range of steps, histograms before and after one scale; counts have ticks at integers only."""
+    lines = [line for line in healthy() if "val/loss" not in line or line["step"] <= 40]
+    folder = write_extras(write_run(tmp_path / "short", lines, data=data_of()))
+    html = html_of(read_run(folder))
+    steps = ["0", "50", "100", "150", "200"]
+    assert [each[:5] for title in ("Rewards in validation", "AUC", "Learning rate") for each in labels(html, title)] == [
+        steps
+    ] * 3
+    rewards = [
+        *(f"{MINUS}{size}" for size in (2, 1.5, 1, 0.5)),
+        "0",
+        "0.5",
+        "reward",
+        "0",
+        "20",
+        "40",
+        "60",
+        "80",
+        "answers",
+    ]
+    assert labels(html, "Step ") == [rewards, rewards]
+    lengths = ["0", "5", "10", "15", "tokens", "0", "2", "4", "6", "8"]
+    assert labels(html, "Lengths of ") == [[*lengths, "prompts"], [*lengths, "answers"]]
+    assert labels(html, "Peak memory, GB") == [[*steps, "3"]]
+    assert html.index("</span>undesirable</li>", html.index("Lengths of answers"))
+
+
+def test_captions_lead_to_pages_of_the_documentation(
+    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = re.findall(r'<span class="page">([^<]+)</span>', html_of(read_run(complete)))
+    assert len(shown) > 12
+    assert [page for page in {*shown} if not (DOCS.parent / page).is_file()] == []
+    described = Message()
+    described["Project-URL"] = "Repository, https://host/owner/nemo_kto"
+    monkeypatch.setattr("nemo_kto.tools.report.report_page.metadata", {"nemo-kto": described}.__getitem__)
+    html = html_of(read_run(complete))
+    link = "https://host/owner/nemo_kto/blob/main/docs/reference/metrics.md"
+    assert f'<a href="{link}">docs/reference/metrics.md</a>' in html
+
+
+CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nA <b>\n\n2?<|im_end|>\n<|im_start|>assistant\n"
+LLAMA3 = (
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHot?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+ASKED = [{"role": "user", "content": "Hot?"}, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+
+
+def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "is_rank_zero", lambda: True)
+    folder = write_run(tmp_path / "run", healthy(), data=data_of(cut=30))
+    begin_run(folder, run=json.loads((folder / RUN_FILE).read_text()), data={})
+    end_run(folder, RUNNING)
+    left = folder / f".report.html-{'0' * 32}"
+    left.touch()
+    run: Any = SimpleNamespace(folder=folder, cfg=SimpleNamespace(export=SimpleNamespace(report=True)))
+    lifecycle.complete_record(run)
+    assert (read_run(folder).state.word, left.exists()) == (FINISHED, False)
+    written = (folder / "report.html").stat().st_mtime_ns
+    lifecycle.complete_record(run)
+    assert (folder / "report.html").stat().st_mtime_ns == written, "once"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages", "shown"),
+    [
+        ("Why?", ASKED, [("user", "Hot?"), ("assistant", "No."), ("user", "Why?")]),
+        (CHATML, None, [("system", "Be brief."), ("user", "A <b>\n\n2?")]),
+        (LLAMA3, None, [("user", "Hot?")]),
+        ("<bos><start_of_turn>user\nHot?<end_of_turn>\n<start_of_turn>model\n", None, [("user", "Hot?")]),
+        (f"Translate: {CHATML}", None, [("", f"Translate: {CHATML}")]),
+        ("2 + 2 =", None, [("", "2 + 2 =")]),
+    ],
+)
+def test_prompts_are_shown_as_messages(
+    complete: Path, prompt: str, messages: list[Mapping[str, Any]] | None, shown: list[tuple[str, str]]
+) -> None:
+    run = read_run(complete)
+    samples = [dataclasses.replace(sample, prompt=prompt, messages=messages) for sample in run.samples]
+    assert next(answers(dataclasses.replace(run, samples=samples))).prompt == shown
+
+
+def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
+    other = write_run(
+        tmp_path / "other", healthy(100, seed=1), model__optim__lr=3e-6, run={"state": "failed", "text": "no memory"}
+    )
+    html = html_of(read_run(complete), read_run(other))
+    assert ["model.optim.lr", "1e-06", "3e-06"] in rows_of(html)
+    assert "model.seed" not in html
+    assert "no memory" in html
+    assert "<h3>Validation AUC</h3>" in html
+    rows = [row for row in rows_of(html) if row[0] in ("complete", "other")]
+    assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished"), ("100", "failed")]
+    assert "up to 11 logged steps." in html
+
+
+def test_runs_are_compared_where_they_can_be(tmp_path: Path) -> None:
+    """The best value is marked, names are short, and different data are named by their files."""
+    rows = {"sha256": "a" * 64, "from": "96 rows"}
+    runs = []
+    for name, lr, seed in (("low", 1e-6, 0), ("high", 3e-6, 1)):
+        facts = {"facts": {"model.data.data_prefix": rows, "validation rows": rows}}
+        lines = changed(healthy(100), val_loss=lambda step, seed=seed: 0.3 + seed / 10)
+        data = f"data/{'b' * 8}/{name}.jsonl"
+        folder = write_run(
+            tmp_path / f"sweep_lr_{name}", lines, run=facts, model__optim__lr=lr, model__data__data_prefix=data
+        )
+        runs.append(read_run(folder))
+    text = html_of(*runs)
+    found = [row[:4] for row in rows_of(text)]
+    assert ["low", "0.880", "1.235", '<strong class="best">0.3</strong>'] in found
+    assert ["high", "0.880", "1.235", "0.4"] in found, "equal values are not marked"
+    assert ["model.data.data_prefix", "low.jsonl", "high.jsonl"] in found
+    assert "The runs used different data" not in text, "equal rows in other files"
+    other = dataclasses.replace(
+        runs[1], run={**runs[1].run, "facts": {"validation rows": {"sha256": "b" * 64, "from": "9 rows"}}}
+    )
+    html = html_of(runs[0], other)
+    for fact in ("Advice about the comparison", "The runs used different data", "low: low.jsonl (96 rows for training"):
+        assert fact in html
+    assert "high: high.jsonl (9 rows for validation)" in html
+    assert '<strong class="best">' not in html, "on other validation rows"
+
+
+def test_histograms_get_common_bins() -> None:
+    fine = RewardHistogram(
+        set_name="", width=0.125, first=-3, counts={"chosen": [1, 2, 3, 4, 5, 6], "rejected": [0, 0, 0, 0, 0, 7]}
+    )
+    coarse = RewardHistogram(set_name="", width=0.5, first=0, counts={"chosen": [8], "rejected": [9]})
+    edges, (first, last) = common_bins([fine, coarse])
+    assert edges.tolist() == [-0.5, 0.0, 0.5]
+    assert first["chosen"].tolist() == [6.0, 15.0]
+    assert first["rejected"].tolist() == [0.0, 7.0]
+    assert last["chosen"].tolist() == [0.0, 8.0]
+
+
+def test_a_run_in_progress_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is written again, and a browser loads it again, as long as the run goes on."""
+    folder = write_run(tmp_path / "run", healthy(10), run={"state": RUNNING, "total_steps": 20})
+    (folder / ".lock.owner").write_text(json.dumps(vars(this_process())))
+    seen = []
+
+    def sleep(seconds: float) -> None:
+        seen.append((seconds, "refresh" in (folder / "report.html").read_text()))
+        if len(seen) == 2:
+            end_run(folder, FINISHED)
+
+    monkeypatch.setattr("nemo_kto.tools.report.report_command.time.sleep", sleep)
+    report.main([str(folder), "--watch", "5"])
+    assert seen == [(5, True)] * 2
+    assert "refresh" not in (folder / "report.html").read_text()
+    report.main([str(folder), "--watch"])
+    assert len(seen) == 2, "the run has ended"
+
+
+def test_the_command(complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main([str(complete)])
+    assert capsys.readouterr().out.splitlines() == [str(complete / "report.html")]
+    assert json.loads((complete / "run.json").read_text())["state"] == "finished"
+    for out in (tmp_path / "a.pdf", tmp_path / "absent" / "a.html"):
+        with pytest.raises(UserError) as raised:
+            report.main([str(complete), "--out", str(out)])
+        assert str(out) in str(raised.value)
+        assert "--out" in str(raised.value)
