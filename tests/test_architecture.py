@@ -64,8 +64,10 @@ PACKAGES = {
         ),
     ),
     "distributed": Package(own=names("device processes utils"), outside=names("torch numpy megatron.core")),
+    "layers": Package(own=names("device distributed utils"), outside=names("torch megatron.core")),
+    "mixers": Package(own=names("layers device utils"), outside=names("torch megatron.core")),
     "architecture": Package(
-        own=names("utils"),
+        own=names("mixers layers utils"),
         outside=names("pydantic annotated_types"),
         only_in=(("transformers", names("architecture.py rope.py")),),
     ),
@@ -80,15 +82,16 @@ PACKAGES = {
         never=names("torch.distributed torch.cuda"),
         only_in=(
             # not where a command line is checked, which would take a third longer
-            ("numpy", names("blend.py cache.py check.py collate.py dataset.py drops.py loader.py")),
-            ("transformers", names("chat.py content.py dataset.py drawn.py template_trial.py")),
-            ("datasets", names("cache.py dataset.py part_files.py sources.py")),
-            ("fsspec", names("sources.py")),
-            ("pyarrow", names("arguments.py files.py forms.py part_files.py")),
+            ("numpy", names("blend.py cache.py collate.py dataset.py drops.py loader.py")),
+            ("transformers", names("chat_template.py message_content.py dataset.py drawn.py template_trial.py")),
+            ("datasets", names("cache.py dataset.py part_files.py data_sources.py")),
+            ("fsspec", names("data_sources.py")),
+            ("pyarrow", names("arguments.py row_files.py forms.py part_files.py")),
         ),
     ),
     "models": Package(
-        own=names("losses data device distributed architecture artifacts utils"), outside=names("torch numpy megatron.core")
+        own=names("losses data device distributed layers mixers architecture artifacts utils"),
+        outside=names("torch numpy megatron.core"),
     ),
     "checkpoint": Package(
         own=names("models device processes distributed architecture artifacts utils"),
@@ -110,34 +113,55 @@ PACKAGES = {
         outside=names("hydra omegaconf yaml pydantic annotated_types"),
         never=names("hydra._internal"),
     ),
-    "report": Package(
-        own=names("data telemetry artifacts config utils"),
-        outside=names("numpy annotated_types"),
-        only_in=(("matplotlib", names("drawing.py")), ("jinja2", names("page.py")), ("markupsafe", names("page.py"))),
+    "memory": Package(own=names("device telemetry mixers architecture artifacts models config utils")),
+    "records": Package(
+        own=names("telemetry artifacts config utils"),
+        outside=names("annotated_types"),
+        only_in=(("matplotlib", names("drawing.py")),),
     ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
-        | names("checkpoint huggingface config report planner"),
+        | names("mixers checkpoint huggingface config records memory"),
         outside=names("torch numpy transformers megatron.core"),
         only_in=(("yaml", names("card.py")),),
     ),
-    "chat": Package(
+    "cli": Package(
+        own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
+        | names("records run memory utils"),
+        outside=names("click hydra omegaconf"),
+        never=names("hydra._internal"),
+        only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
+    ),
+    "tools/inference": Package(
         own=names("device data artifacts utils"),
         outside=names("torch transformers"),
         never=names("torch.distributed torch.cuda"),
         only_in=(("peft", names("opening.py")),),
     ),
-    "rounds": Package(
-        own=names("data utils"),
+    "tools/chat": Package(own=names("tools/inference cli data artifacts telemetry utils"), outside=names("click")),
+    "tools/convert": Package(
+        own=names("cli huggingface checkpoint device architecture artifacts utils"),
+        outside=names("click torch megatron.core safetensors"),
+        only_in=(("transformers", names("importing.py")),),
+    ),
+    "tools/inspect": Package(
+        own=names("cli config data run memory algorithms artifacts telemetry utils"), outside=names("click numpy")
+    ),
+    "tools/plan": Package(
+        own=names("cli config memory mixers architecture models device data run utils"), outside=names("click")
+    ),
+    "tools/report": Package(
+        own=names("cli records data telemetry artifacts config utils"),
+        outside=names("click numpy annotated_types"),
+        only_in=(("jinja2", names("report_page.py")), ("markupsafe", names("report_page.py"))),
+    ),
+    "tools/rounds": Package(
+        own=names("tools/inference cli data artifacts records telemetry utils"),
+        outside=names("click"),
         only_in=(("httpx", names("endpoint.py")), ("httpx2", names("endpoint.py"))),
     ),
-    "planner": Package(own=names("device telemetry architecture artifacts models config utils")),
-    "cli": Package(
-        own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
-        | names("report run planner chat rounds utils"),
-        outside=names("hydra omegaconf"),
-        never=names("hydra._internal"),
-        only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
+    "tools/translate": Package(
+        own=names("cli config algorithms artifacts data utils"), outside=names("click omegaconf yaml")
     ),
 }
 # Modules of the top level; they import only the standard library, and each other.
@@ -160,9 +184,9 @@ def for_types_only(tree: ast.AST) -> set[int]:
     return guarded
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def imports(tree: ast.AST, *, types_too: bool = False) -> Iterator[tuple[int, str]]:
     """Line and full name of everything imported: ``from a import b`` is ``a.b``, which may be a module or a name in one."""
-    guarded = for_types_only(tree)
+    guarded = set[int]() if types_too else for_types_only(tree)
     for node in ast.walk(tree):
         if id(node) in guarded:
             continue
@@ -183,8 +207,9 @@ def import_offence(package_name: str, package: Package, file: Path, module: str)
         return None
     if top == "nemo_kto":
         parts = module.split(".")
-        target = parts[1] if len(parts) > 1 else ""
-        good = target in ALL_MAY_IMPORT or target == package_name.split("/")[0] or target in package.own
+        target = "/".join(parts[1:3]) if parts[1:2] == ["tools"] else "".join(parts[1:2])
+        of_same = package_name if package_name.startswith("tools/") else package_name.split("/")[0]
+        good = target in ALL_MAY_IMPORT or target == of_same or target in package.own
         return None if good else f"{package_name} must not import {module}"
     for other, files in package.only_in:
         if is_in(module, frozenset({other})):
@@ -214,7 +239,9 @@ def scan_imports(root: Path) -> list[str]:
                 if module.split(".")[0] not in sys.stdlib_module_names and not is_in(module, _TOP_LEVEL)
             ]
             continue
-        if path.parts[0] not in PACKAGES:
+        if path.as_posix() == "tools/__init__.py":
+            continue
+        if not any(path.is_relative_to(row) for row in PACKAGES):
             found.append(f"{path}: there is no package {path.parts[0]}; add it here and to docs/internals/design.md")
             continue
         row = next(row for row in sorted(PACKAGES, reverse=True) if path.is_relative_to(row))
@@ -317,8 +344,37 @@ def scan_inheritance(root: Path) -> list[str]:
     return found
 
 
+# Names of several files: the loss and the trainer of KTO, which users import by these paths.
+SAME_NAMES = names("__init__.py kto.py")
+
+
+def scan_names(root: Path) -> list[str]:
+    """Files of one name, among which an editor cannot find the one that is meant."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        found.setdefault(file.name, []).append(str(file.relative_to(root)))
+    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1 and name not in SAME_NAMES]
+
+
+def scan_circles(root: Path) -> list[str]:
+    """Files that import each other in a circle, for types or within functions too."""
+    modules = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    edges: Arrows = set()
+    for name, file in modules.items():
+        for _, module in imports(parsed(file.read_text()), types_too=True):
+            target = module if module in modules else module.rpartition(".")[0]
+            if target in modules and target != name:
+                edges.add((name, target))
+    return [f"{name} imports a file that imports it" for name in sorted(modules) if name in reachable(edges, name)]
+
+
 SCANS = {
     "imports": scan_imports,
+    "names": scan_names,
+    "circles": scan_circles,
     "device": scan_device,
     "sizes": scan_sizes,
     "constructors": scan_constructors,
@@ -381,7 +437,7 @@ SHARED = (
     "models/nlp/gpt/megatron_gpt_model.py",
     *(
         str(file.relative_to(PACKAGE))
-        for package in ("config", "run", "planner", "cli")
+        for package in ("config", "run", "memory", "records", "cli")
         for file in sorted((PACKAGE / package).rglob("*.py"))
         if file.name != "keys.py"  # has examples
     ),
