@@ -66,7 +66,7 @@ def test_every_key_is_used(recipe: Recipe) -> None:
     package = REPOSITORY / "nemo_kto"
     others = (
         package / f"{name}.py"
-        for name in ("config/resolved", "cli/job", "planner/micro_batches", f"algorithms/recipes/{recipe.name}")
+        for name in ("config/resolved", "cli/job", "memory/micro_batches", f"algorithms/recipes/{recipe.name}_recipe")
     )
     files = (*(package / "run").glob("*.py"), *others)
     code = "".join(file.read_text() for file in files)

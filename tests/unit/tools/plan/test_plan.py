@@ -26,7 +26,7 @@ from tests.helpers.messages import Message, assert_names
 from tests.helpers.published_models import CONFIGS
 from tests.unit.conftest import Load
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[4]
 LLAMA = CONFIGS["Llama-3.1-8B"]
 ATTENTION = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=attention_qkv"]
 INSTANCES = "model.optim.num_distributed_optimizer_instances"

@@ -21,7 +21,7 @@ from nemo_kto.memory.memory import Training
 from nemo_kto.memory.speed import GPUS, GPUS_PER_MACHINE, Hardware, Step, step_speed
 from tests.helpers.published_models import CONFIGS
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "internals" / "scaling.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "internals" / "scaling.md"
 # Repositories of GitHub at these commits, and the column of the table that says which.
 SOURCES = {
     "A": "NVIDIA-NeMo/Automodel 36044ad3, docs/performance-summary.mdx",

@@ -19,7 +19,7 @@ from tests.helpers.tiny_models import write_rows
 from tests.unit.tools.rounds.conftest import read
 
 ATTEMPTS = 6
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[3] / "data"
 THOUGHTS = "Two and two make four."
 ANSWER = {"answer": "Four."}
 WITH_THOUGHTS = {"answer": [{"role": "assistant", "content": "Four.", "reasoning_content": THOUGHTS}]}
