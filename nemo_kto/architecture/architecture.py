@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.families import Experts, Family, Temperature
 from nemo_kto.architecture.family import Windows
-from nemo_kto.architecture.param_mapping import Layers, ParamMapping
 from nemo_kto.architecture.rope import Rope, read_rope
 from nemo_kto.errors import UserError
 from nemo_kto.mixers import NO_MIXER, SequenceMixer
+from nemo_kto.mixers.param_mapping import Layers, ParamMapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_fields import ModelFields
-from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.rope import rope_settings, settings_of_type
 from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
+from nemo_kto.mixers.param_mapping import ParamMapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -25,7 +25,6 @@ from nemo_kto.architecture.lora import (
     has_adaptable_experts,
     hf_module,
 )
-from nemo_kto.architecture.param_mapping import name_in_file
 from nemo_kto.artifacts.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -44,6 +43,7 @@ from nemo_kto.huggingface.hf_weights import read_weights
 from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
 from nemo_kto.huggingface.quantized import StoredWeight
 from nemo_kto.huggingface.stream import gather_weights
+from nemo_kto.mixers.param_mapping import name_in_file
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 

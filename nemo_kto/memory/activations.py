@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nemo_kto.architecture.lora import EMBEDDING, GATE_UP, has_adaptable_experts, linear_modules
-from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.mixers import LinearLayer, Saving, SequenceMixer
+from nemo_kto.mixers.param_mapping import Layers
 from nemo_kto.mixers.saving import FP32
 
 # Bytes per token that a router saves. For each expert: its probability in fp32 and whether it was chosen, both again to send

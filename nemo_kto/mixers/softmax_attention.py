@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
+from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.mixers.saving import FP32, HEAD_MULTIPLE, MAX_HEAD_DIM, Saving
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel
 from nemo_kto.layers.gated_activation import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU
@@ -32,6 +31,7 @@ from nemo_kto.layers.linear import with_bias
 from nemo_kto.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter, CorrectedRouter
 from nemo_kto.layers.norm import TorchLayerNorm, TorchNorm
 from nemo_kto.layers.residual import ParallelLayer, PostNormLayer, ScaledResidualLayer
+from nemo_kto.mixers.param_mapping import Layers
 from nemo_kto.models.mixers import MODULES
 
 

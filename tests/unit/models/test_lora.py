@@ -27,9 +27,9 @@ from nemo_kto.architecture.lora import (
     with_other_layers,
     without_experts,
 )
-from nemo_kto.architecture.param_mapping import Layers, Split
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.mixers import SOFTMAX_ATTENTION
+from nemo_kto.mixers.param_mapping import Layers, Split
 from nemo_kto.models.lora.adapters import is_adapter
 from nemo_kto.models.lora.layers import adapt_linear
 from tests.helpers.messages import Message, assert_names
