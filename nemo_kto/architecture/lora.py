@@ -54,7 +54,7 @@ class LoRASettings:
     target_modules: tuple[str, ...] = ("attention_qkv",)  # from :data:`TARGET_MODULES`
     layers: tuple[int, ...] | None = None  # numbers of the adapted layers, counted from 1; None for all
     rslora: bool = False  # rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732)
-    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.layers``)
+    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.lora_layers``)
     experts: bool = True  # the modules of an MLP include those of routed experts
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_kto.layers.delta_rule import decay_between, divide, scan
+from nemo_kto.layers.chunked_scan import decay_between, divide, scan
 from nemo_kto.layers.packing import Prompts
 
 

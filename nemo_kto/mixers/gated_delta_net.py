@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _HF = HF + "linear_attn."
 _INPUTS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-CHUNK = 64  # tokens of a chunk in layers/delta_rule.py
+CHUNK = 64  # tokens of a chunk in layers/chunked_scan.py
 
 
 def _weight(name: str, hf_names: dict[str, Shape], split: Split, *parts: tuple[int, str]) -> ParamMapping:

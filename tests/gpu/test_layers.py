@@ -19,7 +19,7 @@ from nemo_kto.distributed import state
 from nemo_kto.huggingface.hf_weights import load_weights
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
 from nemo_kto.layers.block_attention import block_attention
-from nemo_kto.layers.delta_rule import gated_delta_rule
+from nemo_kto.layers.chunked_scan import gated_delta_rule
 from nemo_kto.layers.packing import Prompts, token_positions
 from nemo_kto.layers.state_space import state_space_scan
 from nemo_kto.mixers.softmax_attention import QUERY_BLOCK

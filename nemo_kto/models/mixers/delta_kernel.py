@@ -1,6 +1,6 @@
 """Choice of the fastest form of the gated delta rule: fla's kernel, or torch's operations.
 
-Shape suffixes are those of layers/delta_rule.py.
+Shape suffixes are those of layers/chunked_scan.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.device.kernel_check import Form, agreeing, draw_inputs
 from nemo_kto.device.kernels import delta_rule_kernel
-from nemo_kto.layers.delta_rule import gated_delta_rule
+from nemo_kto.layers.chunked_scan import gated_delta_rule
 from nemo_kto.layers.packing import Prompts
 
 

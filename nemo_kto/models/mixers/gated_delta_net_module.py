@@ -9,11 +9,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.layers.delta_rule import causal_convolution
+from nemo_kto.layers.chunked_scan import causal_convolution
+from nemo_kto.layers.mixer_module import RecurrentMixer
 from nemo_kto.layers.packing import Prompts
 from nemo_kto.mixers import GatedDeltaNet
 from nemo_kto.models.mixers.delta_kernel import fastest_delta_rule
-from nemo_kto.models.mixers.recurrent import RecurrentMixer
 
 
 def gated_delta_net(layer: ModuleSpec, mixer: GatedDeltaNet, architecture: Architecture, **_: object) -> None:

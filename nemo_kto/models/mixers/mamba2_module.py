@@ -8,10 +8,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.layers.delta_rule import causal_convolution
+from nemo_kto.layers.chunked_scan import causal_convolution
+from nemo_kto.layers.mixer_module import RecurrentMixer
 from nemo_kto.layers.packing import Prompts
 from nemo_kto.mixers import Mamba2
-from nemo_kto.models.mixers.recurrent import RecurrentMixer
 from nemo_kto.models.mixers.scan_kernel import fastest_scan
 
 

@@ -77,9 +77,9 @@ def peak_of_backward(model: Path, lengths: tuple[int, ...]) -> tuple[float, floa
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
     from nemo_kto.layers.attention import PackedSequences
+    from nemo_kto.layers.mixer_module import RecurrentMixer
     from nemo_kto.memory.activations import Activations
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.mixers.recurrent import RecurrentMixer
 
     state.init_distributed(layout=state.Layout(), seed=1)
     architecture = read_architecture(model, tensor_parallel=1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.device.kernel_check import Form
-from nemo_kto.layers.delta_rule import causal_convolution, gated_delta_rule
+from nemo_kto.layers.chunked_scan import causal_convolution, gated_delta_rule
 from nemo_kto.layers.packing import Prompts
 from nemo_kto.mixers.gated_delta_net import CHUNK
 from nemo_kto.models.mixers import delta_kernel

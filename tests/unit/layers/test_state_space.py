@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 from nemo_kto.device.kernel_check import Form
-from nemo_kto.layers.delta_rule import causal_convolution
+from nemo_kto.layers.chunked_scan import causal_convolution
 from nemo_kto.layers.state_space import state_space_scan
 from nemo_kto.mixers.gated_delta_net import CHUNK
 from nemo_kto.models.mixers import scan_kernel

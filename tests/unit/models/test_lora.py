@@ -31,7 +31,7 @@ from nemo_kto.architecture.segments import Segment, held, pieces, segments, sour
 from nemo_kto.mixers import SOFTMAX_ATTENTION
 from nemo_kto.mixers.param_mapping import Layers, Split
 from nemo_kto.models.lora.adapters import is_adapter
-from nemo_kto.models.lora.layers import adapt_linear
+from nemo_kto.models.lora.lora_layers import adapt_linear
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import tiny_architecture
 
