@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
-from nemo_kto.architecture.families import Experts, Family, Temperature
+from nemo_kto.architecture.families import Family
 from nemo_kto.architecture.family import Windows
-from nemo_kto.architecture.rope import Rope, read_rope
+from nemo_kto.architecture.rope import read_rope
 from nemo_kto.errors import UserError
+from nemo_kto.layers.layer_settings import Experts, Rope, Temperature
 from nemo_kto.mixers import NO_MIXER, SequenceMixer
 from nemo_kto.mixers.param_mapping import Layers, ParamMapping
 

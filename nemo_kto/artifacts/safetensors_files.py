@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.errors import UserError, either, printable, show
-from nemo_kto.mixers.param_mapping import name_in_file, prefixes_of
 from nemo_kto.utils.files import file_inside, irregular, open_file, other_format, read_json
 
 if TYPE_CHECKING:

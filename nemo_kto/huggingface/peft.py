@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import Family
+from nemo_kto.architecture.family import name_in_file
 from nemo_kto.architecture.lora import (
     NEMO_TARGETS,
     LoRASettings,
@@ -43,7 +44,6 @@ from nemo_kto.huggingface.hf_weights import read_weights
 from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
 from nemo_kto.huggingface.quantized import StoredWeight
 from nemo_kto.huggingface.stream import gather_weights
-from nemo_kto.mixers.param_mapping import name_in_file
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from nemo_kto.architecture.families import FAMILIES
-from nemo_kto.architecture.rope import Rope, longest_sequence, read_rope
+from nemo_kto.architecture.rope import longest_sequence, read_rope
+from nemo_kto.layers.layer_settings import Rope
 from nemo_kto.layers.rope_tables import RopeTable
 from tests.helpers.messages import Message, raises
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.layers import rope_tables
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
+from nemo_kto.layers.layer_settings import Temperature
 from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
 from tests.helpers.messages import Message, raises
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.families import Temperature
+from nemo_kto.layers.layer_settings import Temperature
 from nemo_kto.layers.packing import local_token_indices
 from nemo_kto.layers.rope_tables import TemperatureTable
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Experts
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.architecture.lora import (
     GATE_UP,
     HUGGING_FACE_TARGETS,
@@ -28,6 +28,7 @@ from nemo_kto.architecture.lora import (
     without_experts,
 )
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
+from nemo_kto.layers.layer_settings import Experts
 from nemo_kto.mixers import SOFTMAX_ATTENTION
 from nemo_kto.mixers.param_mapping import Layers, Split
 from nemo_kto.models.lora.adapters import is_adapter
