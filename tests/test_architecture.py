@@ -98,7 +98,7 @@ PACKAGES = {
         outside=names("torch numpy megatron.core"),
     ),
     "huggingface": Package(
-        own=names("checkpoint models device distributed architecture artifacts utils"),
+        own=names("checkpoint models device distributed mixers architecture artifacts utils"),
         outside=names("torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),
@@ -113,7 +113,7 @@ PACKAGES = {
         outside=names("hydra omegaconf yaml pydantic annotated_types"),
         never=names("hydra._internal"),
     ),
-    "memory": Package(own=names("device telemetry mixers architecture artifacts models config utils")),
+    "memory": Package(own=names("device telemetry layers mixers architecture artifacts models config utils")),
     "records": Package(
         own=names("telemetry artifacts config utils"),
         outside=names("annotated_types"),
@@ -121,7 +121,7 @@ PACKAGES = {
     ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
-        | names("mixers checkpoint huggingface config records memory"),
+        | names("layers mixers checkpoint huggingface config records memory"),
         outside=names("torch numpy transformers megatron.core"),
         only_in=(("yaml", names("card.py")),),
     ),
@@ -140,7 +140,7 @@ PACKAGES = {
     ),
     "tools/chat": Package(own=names("tools/inference cli data artifacts telemetry utils"), outside=names("click")),
     "tools/convert": Package(
-        own=names("cli huggingface checkpoint device architecture artifacts utils"),
+        own=names("cli huggingface checkpoint device mixers architecture artifacts utils"),
         outside=names("click torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),
