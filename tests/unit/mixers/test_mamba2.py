@@ -15,7 +15,7 @@ from nemo_kto.device.kernel_check import Form
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution
 from nemo_kto.mixers.mamba2 import fastest_scan, scan_with, state_space_scan
 from tests.helpers.messages import Message
-from tests.unit.layers.test_delta_rule import random_pack, sequences
+from tests.unit.mixers.test_gated_delta_net import random_pack, sequences
 
 GROUPS, HEADS, STATE, SIZE = 2, 3, 5, 4
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
