@@ -27,9 +27,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_kto.device import device
-from nemo_kto.layers.chunked_scan import CHUNK, Chunks, causal_convolution, decay_between, divide, scan
+from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution, decay_between, divide, scan
 from nemo_kto.layers.packing import Prompts
-from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
+from nemo_kto.mixers.mixer import FP32, LinearLayer, Saving, SequenceMixer
 from nemo_kto.mixers.model_sizes import ModelSizes, round_up
 from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.utils import lazy_import
@@ -119,9 +119,6 @@ class GatedDeltaNet(SequenceMixer):
         inputs = architecture.hidden_size * (sizes["delta_qkvz"] + sizes["delta_ba"]) + sizes["delta_qkv"] * self.kernel
         return inputs + 3 * self.value_heads * self.key_dim * self.value_dim, architecture.hidden_size * sizes["delta_z"]
 
-    def pair_flops(self, architecture: ModelSizes, layer: int) -> tuple[AttentionWindow, int]:
-        return AttentionWindow(None), 0
-
     def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         """Return the values of the heads of other ranks: the inputs of the convolution and the gates, and the outputs."""
         of_head = self.sizes["delta_qkvz_group"] + self.sizes["delta_ba_group"] + self.sizes["delta_z_group"]
@@ -135,9 +132,6 @@ class GatedDeltaNet(SequenceMixer):
         inputs, outputs = self.linear_layers(saving)
         saved = saving.hidden * saving.keeps_input(*_INPUTS) + inputs.outputs
         return saving.element_bytes * (saved + outputs.inputs * saving.keeps_input("out_proj"))
-
-    def table_bytes(self, saving: Saving) -> int:
-        return 0
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of what is recomputed, all in fp32 and with gradients.
@@ -289,38 +283,18 @@ def gated_delta_rule(
     system_cgrCC = key_cg1CK @ key_cg1CK.mT * between_cgrCC * strength_cgrC1
     right_cgrCX = torch.cat((value_cgrCV, key_cg1CK * from_start_cgrC1), -1) * strength_cgrC1
     solved_cgrCX = torch.linalg.solve_triangular(system_cgrCC, right_cgrCX, upper=False, unitriangular=True)
-    sizes = [value_tgrV.size(-1), key_tgK.size(-1)]
+    solved_cgrCV, seen_cgrCK = solved_cgrCX.split([value_tgrV.size(-1), key_tgK.size(-1)], -1)
     scores_cgrCC = query_cg1CK @ key_cg1CK.mT * between_cgrCC
-    solved_cgrCV, seen_cgrCK = solved_cgrCX.split(sizes, -1)
-    outputs = _scan_chunks(
-        chunks,
-        solved_cgrCV,
-        seen_cgrCK,
-        query_cg1CK * from_start_cgrC1,
-        (key_cg1CK * to_end_cgrC1).mT,
-        scores_cgrCC,
-        from_start_cgrC1[..., -1:, :],
-    )
-    return chunks.collect(outputs.transpose(2, 3))
-
-
-def _scan_chunks(
-    chunks: Chunks,
-    value_cgrCV: Tensor,
-    seen_cgrCK: Tensor,
-    query_cgrCK: Tensor,
-    key_cgrKC: Tensor,
-    scores_cgrCC: Tensor,
-    decay_cgr11: Tensor,
-) -> Tensor:
-    """Return the outputs of all chunks, [c, g, r, C, V], from the states before them, chunk after chunk."""
+    query_cgrCK, key_cgrKC = query_cg1CK * from_start_cgrC1, (key_cg1CK * to_end_cgrC1).mT
+    decay_cgr11 = from_start_cgrC1[..., -1:, :]
 
     def step(now: slice, state_ngrKV: Tensor) -> tuple[Tensor, Tensor]:
-        correction = value_cgrCV[now] - seen_cgrCK[now] @ state_ngrKV
+        correction = solved_cgrCV[now] - seen_cgrCK[now] @ state_ngrKV
         output = query_cgrCK[now] @ state_ngrKV + scores_cgrCC[now] @ correction
         return output, state_ngrKV * decay_cgr11[now] + key_cgrKC[now] @ correction
 
-    return scan(chunks, key_cgrKC.new_zeros(*key_cgrKC.shape[1:4], value_cgrCV.size(-1)), step)
+    start = key_cgrKC.new_zeros(*key_cgrKC.shape[1:4], value_tgrV.size(-1))
+    return chunks.collect(scan(chunks, start, step).transpose(2, 3))
 
 
 def _unit(vectors: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nemo_kto.device import device
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution, decay_between, divide, scan
 from nemo_kto.layers.packing import Prompts
-from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
+from nemo_kto.mixers.mixer import FP32, LinearLayer, Saving, SequenceMixer
 from nemo_kto.mixers.model_sizes import ModelSizes, round_up
 from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.utils import lazy_import
@@ -102,9 +102,6 @@ class Mamba2(SequenceMixer):
         inputs = hidden * sizes["mamba_in"] + sizes["mamba_convolved"] * self.kernel
         return inputs + 2 * sizes["mamba_inner"] * self.state_dim, hidden * sizes["mamba_inner"]
 
-    def pair_flops(self, architecture: ModelSizes, layer: int) -> tuple[AttentionWindow, int]:
-        return AttentionWindow(None), 0
-
     def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         """Return the values of the groups of other ranks: inputs, and outputs."""
         of_group = self.sizes["mamba_in_group"] + self.sizes["mamba_inner_group"]
@@ -118,9 +115,6 @@ class Mamba2(SequenceMixer):
         inputs, outputs = self.linear_layers(saving)
         saved = saving.hidden * saving.keeps_input("in_proj") + inputs.outputs
         return saving.element_bytes * (saved + outputs.inputs * saving.keeps_input("out_proj"))
-
-    def table_bytes(self, saving: Saving) -> int:
-        return 0
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of what is recomputed, all in fp32 and with gradients.

@@ -112,7 +112,7 @@ class Saving:
 class SequenceMixer(ABC):
     """The part of a layer in which a token takes in values of earlier tokens.
 
-    An object has the settings of one kind of mixer that :class:`ModelSizes` lack; equal objects compute the same.
+    Its fields are the settings that :class:`ModelSizes` lacks; equal objects compute the same.
     """
 
     # Matrices that adapters can change, by their names in LoRA's settings: those before the mixing, and after it.
@@ -147,9 +147,9 @@ class SequenceMixer(ABC):
     def products(self, architecture: ModelSizes) -> tuple[int, int]:
         """Return the number of weights by which a token is multiplied: before the last linear layer, and in it."""
 
-    @abstractmethod
     def pair_flops(self, architecture: ModelSizes, layer: int) -> tuple[AttentionWindow, int]:
         """Return the forward FLOPs for a pair of a token and a token it attends to, in a layer counted from 0."""
+        return AttentionWindow(None), 0
 
     @abstractmethod
     def context_values(self, architecture: ModelSizes, ranks: int) -> float:
@@ -167,9 +167,9 @@ class SequenceMixer(ABC):
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
         """Return the bytes per token that it saves; without ``core``, except inside the module that may be recomputed."""
 
-    @abstractmethod
     def table_bytes(self, saving: Saving) -> int:
         """Return the bytes per position of tables that all its layers share, such as those of RoPE."""
+        return 0
 
     @abstractmethod
     def backward_bytes(self, saving: Saving) -> float:
@@ -202,16 +202,10 @@ class NoMixer(SequenceMixer):
     def products(self, architecture: ModelSizes) -> tuple[int, int]:
         return 0, 0
 
-    def pair_flops(self, architecture: ModelSizes, layer: int) -> tuple[AttentionWindow, int]:
-        return AttentionWindow(None), 0
-
     def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         return 0
 
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
-        return 0
-
-    def table_bytes(self, saving: Saving) -> int:
         return 0
 
     def backward_bytes(self, saving: Saving) -> float:
