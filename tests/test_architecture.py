@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -98,7 +100,7 @@ PACKAGES = {
         outside=names("torch numpy megatron.core"),
     ),
     "huggingface": Package(
-        own=names("checkpoint models device distributed architecture artifacts utils"),
+        own=names("checkpoint models device distributed mixers architecture artifacts utils"),
         outside=names("torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),
@@ -113,7 +115,7 @@ PACKAGES = {
         outside=names("hydra omegaconf yaml pydantic annotated_types"),
         never=names("hydra._internal"),
     ),
-    "memory": Package(own=names("device telemetry mixers architecture artifacts models config utils")),
+    "memory": Package(own=names("device telemetry layers mixers architecture artifacts models config utils")),
     "records": Package(
         own=names("telemetry artifacts config utils"),
         outside=names("annotated_types"),
@@ -121,7 +123,7 @@ PACKAGES = {
     ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
-        | names("mixers checkpoint huggingface config records memory"),
+        | names("layers mixers checkpoint huggingface config records memory"),
         outside=names("torch numpy transformers megatron.core"),
         only_in=(("yaml", names("card.py")),),
     ),
@@ -140,7 +142,7 @@ PACKAGES = {
     ),
     "tools/chat": Package(own=names("tools/inference cli data artifacts telemetry utils"), outside=names("click")),
     "tools/convert": Package(
-        own=names("cli huggingface checkpoint device architecture artifacts utils"),
+        own=names("cli huggingface checkpoint device mixers architecture artifacts utils"),
         outside=names("click torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),
@@ -371,10 +373,40 @@ def scan_circles(root: Path) -> list[str]:
     return [f"{name} imports a file that imports it" for name in sorted(modules) if name in reachable(edges, name)]
 
 
+def scan_mixers(root: Path) -> list[str]:
+    """Sequence mixers whose parts (settings, weights, memory, module) are not in one file of mixers/."""
+    homes: dict[str, Path] = {}
+    names_of: dict[Path, set[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        names_of[file] = {file.stem}
+        for node in ast.walk(parsed(file.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names_of[file].add(node.name)
+            if isinstance(node, ast.ClassDef) and "SequenceMixer" in map(ast.unparse, node.bases) and node.name != "NoMixer":
+                homes[node.name] = file
+    found = [f"{name} is in {file.relative_to(root)}" for name, file in homes.items() if file.parent != root / "mixers"]
+    found += [f"{file.name} has several mixers" for file in set(homes.values()) if [*homes.values()].count(file) > 1]
+    for name, home in homes.items():
+        words = {name.lower(), home.stem.replace("_", "")}
+        for file in names_of.keys() - {home}:
+            strays = sorted(each for each in names_of[file] if words & part_names(each))
+            found += [f"{file.relative_to(root)}: {each} belongs to {home.relative_to(root)}" for each in strays]
+    return found
+
+
+@functools.cache
+def part_names(name: str) -> set[str]:
+    """The runs of words of a name, joined: ``mla``, ``module`` and ``mlamodule`` for ``mla_module``."""
+    words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)
+    runs = itertools.combinations(range(len(words) + 1), 2)
+    return {"".join(words[first:last]).lower() for first, last in runs}
+
+
 SCANS = {
     "imports": scan_imports,
     "names": scan_names,
     "circles": scan_circles,
+    "mixers": scan_mixers,
     "device": scan_device,
     "sizes": scan_sizes,
     "constructors": scan_constructors,

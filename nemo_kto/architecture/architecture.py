@@ -9,57 +9,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
-from nemo_kto.architecture.families import Experts, Family, Temperature
-from nemo_kto.architecture.family import Windows
-from nemo_kto.architecture.param_mapping import Layers, ParamMapping
-from nemo_kto.architecture.rope import Rope, read_rope
+from nemo_kto.architecture.families import Family
+from nemo_kto.architecture.rope import read_rope
 from nemo_kto.errors import UserError
+from nemo_kto.layers.layer_settings import Experts, Rope
 from nemo_kto.mixers import NO_MIXER, SequenceMixer
+from nemo_kto.mixers.model_sizes import ModelSizes, round_up
+from nemo_kto.mixers.param_mapping import Layers, ParamMapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A model's shape.
+class Architecture(ModelSizes):
+    """A model's shape; :class:`ModelSizes` has the sizes and features that sequence mixers read.
 
     Sizes that tensor parallelism must divide but does not are padded. A padded vocabulary row is never looked up and is
-    left out of the softmax. A padded head has zero weights at its input and its output, so it adds zero to the output,
-    receives zero gradients and stays zero. The padded model computes the same as the unpadded one, and the padding is
-    dropped on export.
+    left out of the softmax. The padded model computes the same as the unpadded one, and the padding is dropped on export.
     """
 
     family: Family
-    tensor_parallel: int
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
     ffn_hidden_size: int  # width of the gate and of the up projection, in layers without experts
     vocab_size: int  # rows of the embedding in the Hugging Face folder
     max_position_embeddings: int
     norm_epsilon: float
-    rope: Rope
-    windows: Windows  # number of tokens each layer attends to, including the current one; None for all
-    rotates: tuple[bool, ...]  # whether each layer has RoPE
     mixers: tuple[SequenceMixer, ...]  # sequence mixer of each layer
     tied: bool  # the output layer shares its weight with the embedding
-    rotated_norm: bool = False  # in layers with a rotation, queries and keys are normalised after it, without weights
-    temperature: Temperature | None = None  # of attention; None for no scaling
     qkv_bias: bool = False
-    output_gate: bool = False  # outputs of attention are multiplied by sigmoids of gates, which are projected with queries
-    output_bias: bool = False  # bias of the attention's output projection
-    mlp_bias: bool = False
     expert_bias: bool = False  # the projections of the experts have biases, and so has the router
-    sinks: bool = False  # each head has an additional learned score in its softmax, to which no value belongs
-    qk_norm: bool = False  # queries and keys are normalised, each head separately unless ``all_heads_norm`` is set
-    all_heads_norm: bool = False  # the norm of ``qk_norm`` is taken over all heads of a token together
-    qk_norm_after_rope: bool = False  # the norm of ``qk_norm`` follows the rotation
     pre_norm: bool = True  # the inputs of attention and MLP are normalised
     post_norm: bool = False  # the outputs of attention and MLP are normalised
-    zero_centered_norm: bool = False  # norms scale by 1 + weight
     layer_norm: bool = False  # norms are layer norms without a bias, which subtract the mean, instead of RMS norms
     parallel: bool = False  # attention and MLP of a layer have the same normalised input; both outputs are added to it
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
@@ -67,10 +47,8 @@ class Architecture:
     residual_multiplier: float = 1.0  # outputs of attention and MLP are multiplied by it before they are added
     logit_multiplier: float = 1.0  # logits are multiplied by it
     attention_multiplier: float | None = None  # factor on the scores; None for one that follows from the head size
-    local_rope: Rope | None = None  # RoPE of the sliding-window layers; None if it is the same as that of the other layers
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None means the head size
-    attention_softcap: float | None = None  # scores become c tanh(score / c) with this c; None for no cap
-    logit_softcap: float | None = None  # the same for logits
+    logit_softcap: float | None = None  # logits become c tanh(logit / c) with this c; None for no cap
     # Limit l of a clamped SwiGLU, gate * sigmoid(swiglu_alpha * gate) * (up + 1), in which the gate is clamped to at most l
     # and the up projection to [-l, l]; None for the unclamped activation in its usual form.
     swiglu_limit: float | None = None
@@ -90,11 +68,6 @@ class Architecture:
             features |= mixer.unsupported_by_te(self)
         features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
         return tuple(feature for feature, has in features.items() if has)
-
-    @property
-    def attends_in_blocks(self) -> bool:
-        """Whether its attention is that of layers/block_attention.py."""
-        return self.attention_softcap is not None or self.sinks
 
     @property
     def largest_head(self) -> int:
@@ -164,21 +137,7 @@ class Architecture:
         The computation requires only equal shards. The common rounding to a multiple of 128 per rank would only enlarge the
         embedding; published vocabularies already have round sizes where these make the matrix product faster.
         """
-        return _round_up(self.vocab_size, self.tensor_parallel)
-
-    @property
-    def padded_query_groups(self) -> int:
-        """Padded number of key-value heads: unchanged if the ranks can share them, else the next multiple of the ranks.
-
-        With fewer key-value heads than ranks, megatron-core lets several ranks share one if each gets whole query heads.
-        """
-        shared = self.tensor_parallel % self.num_query_groups == 0 and self.num_attention_heads % self.tensor_parallel == 0
-        return self.num_query_groups if shared else _round_up(self.num_query_groups, self.tensor_parallel)
-
-    @property
-    def padded_attention_heads(self) -> int:
-        """Padded number of query heads."""
-        return self.num_attention_heads // self.num_query_groups * self.padded_query_groups
+        return round_up(self.vocab_size, self.tensor_parallel)
 
     @property
     def softmax_scale(self) -> float | None:
@@ -327,7 +286,3 @@ def _check_width(name: str, width: int, kind: str, ranks: int) -> None:
         raise ValueError(
             f"{name} must be divisible by the {kind} size, got {width} and {ranks}; choose a smaller {kind} size"
         )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_fields import ModelFields
-from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.rope import rope_settings, settings_of_type
+from nemo_kto.layers.layer_settings import Experts, Temperature
 from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
+from nemo_kto.mixers.model_sizes import Windows
+from nemo_kto.mixers.param_mapping import ParamMapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-Windows = tuple[int | None, ...]
 
 # Values of ``Family.window``.
 SLIDING = ("sliding_window", "")
@@ -27,40 +27,6 @@ _COMMON = (
     "architectures", "model_type", "hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads",
     "num_key_value_heads", "tie_word_embeddings", "use_bidirectional_attention", "quantization_config",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A mixture of experts: MLPs from which a router chooses some for each token (Shazeer et al. 2017, arXiv 1701.06538)."""
-
-    number: int  # per layer
-    per_token: int  # experts chosen for each token
-    ffn_hidden_size: int  # width of an expert's gate and up projection
-    normalized: bool  # the weights of a token's experts sum to 1; else they are scores over all experts
-    layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
-    # width of gate and up projection of a shared expert, which processes every token; 0: none
-    shared_ffn_hidden_size: int = 0
-    shared_gate: bool = True  # the output of the shared expert is weighted by a gate, the sigmoid of one value per token
-    # The score of an expert is the sigmoid of its logit, not a softmax over experts.
-    sigmoid: bool = False
-    # Shape of the correction bias of the router, which is added to the scores for the choice of experts, not to their
-    # weights, and never trained (Wang et al. 2024, arXiv 2408.15664); empty: there is none.
-    correction: tuple[int, ...] = ()
-    # a token chooses from the ``chosen_groups`` groups with the largest sums of their ``best_of_group`` best scores
-    groups: int = 1
-    best_of_group: int = 2
-    chosen_groups: int = 1
-    scale: float = 1.0  # factor on the weights of a token's experts
-    least_sum: float = 1e-20  # of the scores by whose sum normalised weights are divided
-    router_in_fp32: bool = True  # logits are computed in fp32, else in the dtype of the model
-    # The router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the expert's input
-    # instead of its output. Only for one expert per token.
-    weighs_input: bool = False
-
-    @property
-    def has_own_router(self) -> bool:
-        """Whether the router has a feature that megatron-core's lacks."""
-        return bool(self.correction) or self.groups > 1 or self.scale != 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +49,7 @@ class ExpertFields:
     dense_layers: str = ""  # numbers of layers without experts, from 0
     first_layer: str = ""  # number of the first layer with experts, from 0, and of the last one; -1: no limit
     last_layer: str = ""
-    # These are as in :class:`Experts`; ``correction`` has -1 in the place of the number of experts.
+    # These are as in ``Experts``; ``correction`` has -1 in the place of the number of experts.
     sigmoid: bool = False
     correction: tuple[int, ...] = ()
     router_in_fp32: bool = True
@@ -167,20 +133,6 @@ def _first_given(config: Mapping[str, Any], *alternatives: tuple[str, ...]) -> s
         if any(name and config.get(name) is not None for name in alternative):
             break
     return names
-
-
-@dataclass(frozen=True, kw_only=True)
-class Temperature:
-    """Attention temperature scaling: queries grow with the position.
-
-    Queries at position p are multiplied by 1 + scale * log(1 + floor(p / floor)), so that the softmax over many keys stays
-    sharp (Nakanishi 2025, arXiv 2501.19399).
-    """
-
-    floor: int  # length of the position intervals with one scale; queries of the first one are not scaled
-    scale: float
-    first: int = 1  # position of a sequence's first token
-    with_rope: bool = False  # queries of layers with RoPE are scaled, after the rotation; otherwise those of the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,3 +304,16 @@ class Family:
             theta = config.get("rope_local_base_freq", config.get("rope_theta"))
             return {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
         return config
+
+
+def prefixes_of(names: Collection[str], options: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return the beginning that replaces each one of the tables in a file with these names, from ``Family.prefixes``."""
+    return {
+        ours: next((start for start in starts if any(name.startswith(start) for name in names)), starts[0])
+        for ours, starts in options.items()
+    }
+
+
+def name_in_file(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the name in the file of a weight of the tables."""
+    return next((theirs + name.removeprefix(ours) for ours, theirs in prefixes.items() if name.startswith(ours)), name)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
-from nemo_kto.architecture.param_mapping import Layers, ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.mixers import GatedDeltaNet, LatentAttention, Mamba2, SoftmaxAttention
+from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Split
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
@@ -54,7 +54,7 @@ class LoRASettings:
     target_modules: tuple[str, ...] = ("attention_qkv",)  # from :data:`TARGET_MODULES`
     layers: tuple[int, ...] | None = None  # numbers of the adapted layers, counted from 1; None for all
     rslora: bool = False  # rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732)
-    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.layers``)
+    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.lora_layers``)
     experts: bool = True  # the modules of an MLP include those of routed experts
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_kto.architecture.param_mapping import HF, MCORE, Layers, ParamMapping, Shape, Split, replicated
+from nemo_kto.mixers.param_mapping import HF, MCORE, Layers, ParamMapping, Shape, Split, replicated
 from nemo_kto.mixers.softmax_attention import WEIGHTS
 
 Mappings = tuple[ParamMapping, ...]

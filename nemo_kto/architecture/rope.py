@@ -1,16 +1,15 @@
-"""Rotary position embeddings (RoPE) as described by Hugging Face configurations."""
+"""RoPE as described by Hugging Face configurations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nemo_kto.layers.layer_settings import Rope
 from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 else:
     torch = lazy_import("torch")
 
@@ -26,37 +25,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = {"yarn": (*_YARN, _ORIGINAL), "dynamic": ("alpha",), "longrope": ("attention_factor", "factor")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding: the rotation angles of a position."""
-
-    # radians per position for each pair of channels, exact fp32 values; further channels do not rotate
-    frequencies: tuple[float, ...]
-    attention_factor: float = 1.0  # on cosines and sines, and so squared on each score; yarn and longrope have one
-    factor_in_table: bool = False  # it is applied to cosines and sines; otherwise its square is part of the softmax scale
-
-    def __str__(self) -> str:
-        message = f"{len(self.frequencies)} frequencies from {max(self.frequencies):g} to {min(self.frequencies):g}"
-        return message if self.attention_factor == 1.0 else f"{message} and attention factor {self.attention_factor:g}"
-
-    def inverse_frequencies(self) -> Tensor:
-        """Return the frequencies, fp32 [rotated channels / 2]."""
-        return torch.tensor(self.frequencies, dtype=torch.float32)
-
-    def softmax_scale(self, head_dim: int, scalar: float | None = None, multiplier: float | None = None) -> float | None:
-        """Return the factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual 1 / sqrt(head size).
-
-        If the attention factor is part of it, cosines and sines are unscaled, so that fused kernels, which do not scale
-        them, can be used. ``scalar`` is that of the configuration; None means the head size. A ``multiplier`` replaces
-        1 / sqrt(scalar).
-        """
-        factor = 1.0 if self.factor_in_table else self.attention_factor
-        if multiplier is not None:
-            return factor**2 * multiplier
-        usual = factor == 1.0 and scalar in (None, head_dim)
-        return None if usual else factor**2 / (scalar or head_dim) ** 0.5
 
 
 def settings_of_type(kind: object) -> set[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_kto.architecture.param_mapping import name_in_file, prefixes_of
+from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.errors import UserError, either, printable, show
 from nemo_kto.utils.files import file_inside, irregular, open_file, other_format, read_json
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_fields import Quantization, read_quantization
 from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.architecture.mappings import MTP_LAYERS
-from nemo_kto.architecture.param_mapping import Split, name_in_file, prefixes_of
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.artifacts.model_content import copy_companions, model_config, with_dtype
 from nemo_kto.artifacts.safetensors_files import (
@@ -40,6 +40,7 @@ from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.mapping import Weight, differences, frozen_weights, rank_weights, wanted_weights
 from nemo_kto.huggingface.quantized import StoredWeight, separate_experts, stored_weights
 from nemo_kto.huggingface.stream import gather_weights
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.utils.files import read_json
 
 _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers

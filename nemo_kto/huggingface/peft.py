@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import Family
+from nemo_kto.architecture.family import name_in_file
 from nemo_kto.architecture.lora import (
     NEMO_TARGETS,
     LoRASettings,
@@ -25,7 +26,6 @@ from nemo_kto.architecture.lora import (
     has_adaptable_experts,
     hf_module,
 )
-from nemo_kto.architecture.param_mapping import name_in_file
 from nemo_kto.artifacts.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,9 +37,16 @@ from nemo_kto.device.kernels import varlen_attention
 from nemo_kto.distributed.collectives import gather_shares
 from nemo_kto.layers.block_attention import block_attention
 from nemo_kto.layers.norm import TorchNorm, unit_norm
-from nemo_kto.layers.packing import Prompts, causal_spans, key_indices, shared_lengths, unshard_tokens
+from nemo_kto.layers.packing import (
+    HEAD_MULTIPLE,
+    MAX_HEAD_DIM,
+    Prompts,
+    causal_spans,
+    key_indices,
+    shared_lengths,
+    unshard_tokens,
+)
 from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
-from nemo_kto.mixers.saving import HEAD_MULTIPLE, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -87,7 +95,7 @@ class PackedSequences(PackedSeqParams):
 
 
 class TorchAttention(MegatronModule):
-    """softmax(scale * q k^T) v with a causal, sliding-window or arbitrary mask, grouped heads, soft caps and sinks.
+    """softmax(scale * q k^T) v of each token and earlier ones, with windows, grouped heads, soft caps and sinks.
 
     The arguments up to ``pg_collection`` are those of megatron-core's core attention; ``config.window_size`` = (number of
     earlier tokens, 0) limits the attention of the layers that ``window_attn_skip_freq`` selects. ``softmax_offset``, the
@@ -118,7 +126,6 @@ class TorchAttention(MegatronModule):
         for name, value in required.items():
             if (found := getattr(config, name, value)) != value:
                 raise ValueError(f"{name} must be {value!r} without Transformer Engine, got {found!r}")
-        self.attn_mask_type = attn_mask_type
         self.context = None if config.context_parallel_size == 1 or pg_collection is None else pg_collection.cp
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.softcap, self.in_blocks = softcap, softcap is not None or sinks
@@ -180,44 +187,34 @@ class TorchAttention(MegatronModule):
             query: [sequence, batch, heads of this rank, head size]; for packed sequences without the batch. Context-parallel
                 ranks hold a part of each sequence, as described in ``layers/packing.py``.
             key, value: like ``query``, with the key-value heads of this rank.
-            attention_mask: [batch or 1, 1, sequence, sequence], True where attention is forbidden; used only if the mask
-                type is arbitrary, and then it replaces the causal mask. Every query must be able to attend to some key.
+            attention_mask: not used; a token attends to itself and earlier ones.
             packed_seq_params: lengths of packed sequences, which do not attend to each other, before context parallelism
                 divides them, and the prompts that they share; None if each sequence has its own place in the batch.
 
         Raises:
-            ValueError: if there is a bias on the scores, a mask type other than causal and arbitrary, a mask together with
-                packed sequences or context parallelism, shared prompts together with context parallelism, or a length that
-                the context-parallel size cannot divide.
+            ValueError: if there is a bias on the scores, a mask type other than causal, shared prompts together with
+                context parallelism, or a length that the context-parallel size cannot divide.
         """
         if attention_bias is not None:
-            raise ValueError("attention_bias must be None; torch's attention takes a mask, not a bias on the scores")
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        if kind not in (AttnMaskType.causal, AttnMaskType.arbitrary):
-            raise ValueError(f"attn_mask_type must be causal or arbitrary, got {kind.name}")
-        masked = attention_mask if kind == AttnMaskType.arbitrary else None
+            raise ValueError("attention_bias must be None; torch's attention takes no bias on the scores")
+        if attn_mask_type not in (None, AttnMaskType.causal):
+            raise ValueError(f"attn_mask_type must be causal, got {attn_mask_type.name}")
         if packed_seq_params is None:
-            return self._attend(query, key, value, None, masked)
+            return self._attend(query, key, value, None)
         if packed_seq_params.prompts is not None and self.context is not None:
             raise ValueError("prompts must be None with context parallelism, got packed sequences that share prompts")
-        if kind == AttnMaskType.arbitrary:
-            raise ValueError("attn_mask_type must be causal for packed sequences, got arbitrary")
         query, key = query.unsqueeze(1), key.unsqueeze(1)
         one_chunk = self.chunk is None or packed_seq_params.max_seqlen_kv <= self.chunk
         if self.packed_kernel is None or not one_chunk or query.size(-1) > MAX_HEAD_DIM:
-            return self._attend(query, key, value.unsqueeze(1), packed_seq_params, None).squeeze(1)
+            return self._attend(query, key, value.unsqueeze(1), packed_seq_params).squeeze(1)
         query, key = self._apply_positions(query, key, packed_seq_params)
         heads = query.squeeze(1), key.squeeze(1), value
         return _attend_pack(self.packed_kernel, *heads, packed_seq_params, scale=self.scale, window=self.window).flatten(1)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None, masked: Tensor | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None) -> Tensor:
         """Attend span by span, [sequence, batch, ...] in and out; ``packed`` is None unless sequences are packed."""
         lengths, prompts = (None, None) if packed is None else (packed.lengths, packed.prompts)
         rank, size = self._context_rank()
-        if size > 1 and masked is not None:
-            raise ValueError("attention_mask must be None with context parallelism, got a mask")
         whole = lengths or (query.size(0) * size,)
         query, key = self._apply_positions(query, key, packed)
         key, value = _keys_of_segments(key, value, packed)
@@ -227,9 +224,8 @@ class TorchAttention(MegatronModule):
         spans = causal_spans(whole, prompts=prompts, rank=rank, size=size, window=self.chunk)
         queries, keys = ([*slices] for slices in zip(*spans, strict=True))
         parts = zip(_parts(query, queries), _parts(key, keys), _parts(value, keys), strict=True)
-        masks = [None if masked is None else masked[..., span.queries, span.keys] for span in spans]
         known = {} if packed is None else packed.masks
-        contexts = [self._attend_span(*part, mask, known) for part, mask in zip(parts, masks, strict=True)]
+        contexts = [self._attend_span(*part, known) for part in parts]
         return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
 
     def rotate(self, rope: RopeTable, heads_sbhd: Tensor, packed: PackedSequences | None) -> Tensor:
@@ -258,33 +254,32 @@ class TorchAttention(MegatronModule):
             query = self.temperature.scale(query, **self._positions(query, packed))
         return query, key
 
-    def _attend_span(
-        self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, known: dict[tuple[int, int], Tensor]
-    ) -> Tensor:
+    def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, known: dict[tuple[int, int], Tensor]) -> Tensor:
         """Attend within one span; a single kernel for spans of different lengths would also compute with padding."""
         if self.window is not None:  # keys before the window of the first query are not needed
             beyond = max(0, key.size(0) - query.size(0) + 1 - self.window)
             key, value = key[beyond:], value[beyond:]
-        attention: Callable[..., Tensor] = F.scaled_dot_product_attention
-        window = self.window
+        queries, keys = query.size(0), key.size(0)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if self.in_blocks:
-            options: dict[str, Any] = {"cap": self.softcap, "sinks_h": self.softmax_offset}
-            if masked is None:  # in causal order, block attention applies the window itself
-                options["window"], window = window, None
-            attention = functools.partial(block_attention, **options)
-        mask = _attention_mask(query, key, masked, window)
-        if mask is None and query.size(0) != key.size(0) and not self.in_blocks:
-            mask = _lower_right(query, key.size(0), known)
-        context = attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=query.size(2) != key.size(2),
-        )
-        return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+            options: dict[str, Any] = {"cap": self.softcap, "sinks_h": self.softmax_offset, "window": self.window}
+            context = block_attention(query, key, value, scale=self.scale, **options)
+        else:
+            mask = None
+            if self.window is not None and keys > self.window:
+                mask = _window_mask(queries, keys, self.window, query.device)
+            elif queries != keys:
+                mask = _lower_right(query, keys, known)
+            context = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 @functools.cache
@@ -367,32 +362,58 @@ def _keys_of_segments(key: Tensor, value: Tensor, packed: PackedSequences | None
     return key.index_select(0, packed.key_index_k), value.index_select(0, packed.key_index_k)
 
 
-def _lower_right(query: Tensor, keys: int, known: dict[tuple[int, int], Tensor]) -> Tensor:
+def _lower_right(query_bhsd: Tensor, keys: int, known: dict[tuple[int, int], Tensor]) -> Tensor:
     """Return the bias of causal attention with more keys than queries: [queries, keys], from ``known`` if it is there.
 
     On the CPU torch would make a tensor of its own bias in every layer, and each layer would save one for its backward pass.
     """
-    size = query.size(0), keys
-    if query.is_cuda:
+    size = query_bhsd.size(2), keys
+    if query_bhsd.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes a second
 
         return causal_lower_right(*size)
     if size not in known:
-        is_later = torch.ones(size, dtype=torch.bool).triu(keys - query.size(0) + 1)
-        known[size] = torch.zeros(size, dtype=query.dtype).masked_fill_(is_later, float("-inf"))
+        is_later = torch.ones(size, dtype=torch.bool).triu(keys - size[0] + 1)
+        known[size] = torch.zeros(size, dtype=query_bhsd.dtype).masked_fill_(is_later, float("-inf"))
     return known[size]
 
 
-def _attention_mask(query: Tensor, key: Tensor, masked: Tensor | None, window: int | None) -> Tensor | None:
-    """Return the mask, True where a query (row) may attend to a key (column); the last query may attend to all keys.
-
-    It is None for plain causal attention.
-    """
-    queries, keys = query.size(0), key.size(0)
-    allowed = None if masked is None else ~masked
-    if window is None or keys <= window:
-        return allowed
-    key_index = torch.arange(keys, device=query.device)
+def _window_mask(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
+    """Return the mask of a sliding window, True where a query (row) attends to a key; the last query has the last key."""
+    key_index = torch.arange(keys, device=where)
     distance = key_index[keys - queries :, None] - key_index[None, :]
-    in_window = (distance >= 0) & (distance < window)
-    return in_window if allowed is None else in_window & allowed
+    return (distance >= 0) & (distance < window)
+
+
+class GatedAttention(SelfAttention):  # type: ignore[misc]
+    """megatron-core's attention with gates on its output, also where several ranks share a key-value head."""
+
+    def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return megatron-core's tensors, with the gates of this rank's heads instead of all heads of the group."""
+        query, key, value, gate_sbhd = super().get_query_key_value_tensors(*args, **kwargs)
+        heads, of_group = query.size(2), gate_sbhd.size(2)
+        first = parallel_state.get_tensor_model_parallel_rank() % (of_group // heads) * heads if of_group > heads else 0
+        return query, key, value, gate_sbhd[:, :, first : first + heads]
+
+
+def with_shared_prompts(core_attention: type) -> type:
+    """Return a subclass of Transformer Engine's core attention that also computes packs whose sequences share prompts.
+
+    Queries and keys are rotated before, as for ``core_attention``, which computes all other batches unchanged. The subclass
+    has the same parameters, so that checkpoints do not depend on it.
+    """
+
+    class SharedPromptAttention(core_attention):  # type: ignore[misc, valid-type]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.with_prompts = TorchAttention(**settings)
+
+        def forward(
+            self, *inputs: Tensor | None, packed_seq_params: PackedSequences | None = None, **options: Any
+        ) -> Tensor:
+            shares = packed_seq_params is not None and packed_seq_params.prompts is not None
+            attention = self.with_prompts if shares else super().forward
+            context: Tensor = attention(*inputs, packed_seq_params=packed_seq_params, **options)
+            return context
+
+    return SharedPromptAttention

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_kto.mixers.softmax_attention import QUERY_BLOCK
+QUERY_BLOCK = 128  # queries for which scores exist at the same time
 
 
 def block_attention(
@@ -28,60 +28,43 @@ def block_attention(
     key_bgsd: Tensor,
     value_bgsd: Tensor,
     *,
-    attn_mask: Tensor | None,
-    is_causal: bool,
     scale: float,
-    enable_gqa: bool,
     cap: float | None = None,  # the scores become cap * tanh(scores / cap)
     sinks_h: Tensor | None = None,  # additional score without a value in the softmax of each head
-    window: int | None = None,  # number of keys a query attends to in causal attention, including its own
+    window: int | None = None,  # number of keys a query attends to, including its own; None for all earlier ones
 ) -> Tensor:
-    """Compute softmax(scores) v, scores = scale * q k^T; other arguments as for torch's scaled_dot_product_attention.
+    """Compute causal softmax(scores) v, scores = scale * q k^T.
 
-    In causal attention the last query attends to all keys, also if there are fewer queries than keys. The result is stored
-    in memory as [sequence, batch, heads, head size]. Raises ValueError if there is neither a mask nor ``is_causal`` or both,
-    a window together with a mask, or query and key-value heads that differ in number without ``enable_gqa``.
+    The last query attends to the last key, also if there are fewer queries than keys. The result is stored in memory as
+    [sequence, batch, heads, head size].
     """
-    if is_causal == (attn_mask is not None):
-        where = "without a mask" if attn_mask is None else "with a mask"
-        raise ValueError(f"is_causal must be {attn_mask is None} {where}, got {is_causal}")
-    if window is not None and attn_mask is not None:
-        raise ValueError(f"window must be None with a mask, got {window}")
-    if not enable_gqa and query_bhsd.size(1) != key_bgsd.size(1):
-        raise ValueError(f"enable_gqa must be set for {query_bhsd.size(1)} heads and {key_bgsd.size(1)} key-value heads")
-    blocks = _Blocks(queries=query_bhsd.size(2), keys=key_bgsd.size(2), seen=attn_mask, window=window)
+    blocks = _Blocks(queries=query_bhsd.size(2), keys=key_bgsd.size(2), window=window)
     out: Tensor = _Attention.apply(query_bhsd, key_bgsd, value_bgsd, sinks_h, blocks, scale, cap)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """Blocks of queries, with the keys they attend to; ``window`` applies to causal attention only."""
+    """Blocks of queries, with the keys they attend to."""
 
     queries: int
     keys: int
-    seen: Tensor | None  # mask, True where a query attends to a key, broadcastable to [b, h, queries, keys]; None: causal
     window: int | None  # number of keys a query attends to, including its own; None for all earlier ones
 
     @property
     def offset(self) -> int:
-        """Index of a query's own key in causal attention, minus the index of the query."""
+        """Index of a query's own key, minus the index of the query."""
         return self.keys - self.queries
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Yield each block of queries with a range of keys that contains all keys it may attend to."""
         for start in range(0, self.queries, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, self.queries)
-            if self.seen is not None:
-                yield slice(start, stop), slice(0, self.keys)
-                continue
             first = 0 if self.window is None else max(0, start + self.offset + 1 - self.window)
             yield slice(start, stop), slice(first, min(stop + self.offset, self.keys))
 
     def hidden(self, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """Return the mask of a block, True where attention is forbidden: [q, s], or broadcastable to [b, h, q, s]."""
-        if self.seen is not None:
-            return ~self.seen[..., rows, keys]
+        """Return the mask of a block, True where attention is forbidden, [q, s]."""
         own_key_q1 = torch.arange(rows.start + self.offset, rows.stop + self.offset, device=like.device)[:, None]
         before_qs = own_key_q1 - torch.arange(keys.start, keys.stop, device=like.device)
         return before_qs < 0 if self.window is None else (before_qs < 0) | (before_qs >= self.window)

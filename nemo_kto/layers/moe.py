@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_kto.architecture.families import Experts
 from nemo_kto.device import device
+from nemo_kto.layers.layer_settings import Experts
 
 
 class BiasedExpertOutput(RowParallelLinear):

@@ -22,10 +22,18 @@ import heapq
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+from nemo_kto.utils import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+
+# Sizes of heads with which torch and Transformer Engine attend to packs in one kernel: multiples of it, and the largest.
+HEAD_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
 
 class Span(NamedTuple):

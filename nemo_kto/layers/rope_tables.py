@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_kto.architecture.families import Temperature
-from nemo_kto.architecture.rope import Rope
 from nemo_kto.device import device
 from nemo_kto.device.kernels import FusedKernel
+from nemo_kto.layers.layer_settings import Rope, Temperature
 from nemo_kto.layers.packing import Prompts, shared_lengths, token_positions
 
 

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_kto.architecture.lora import EMBEDDING, GATE_UP, has_adaptable_experts, linear_modules
-from nemo_kto.architecture.param_mapping import Layers
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.lora import EMBEDDING, GATE_UP, LoRASettings, has_adaptable_experts, linear_modules
 from nemo_kto.mixers import LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.saving import FP32
+from nemo_kto.mixers.mixer import FP32
+from nemo_kto.mixers.param_mapping import Layers
 
 # Bytes per token that a router saves. For each expert: its probability in fp32 and whether it was chosen, both again to send
 # tokens back. For each choice: its weight, the index of the token, and the token's position among those of the expert.
@@ -35,6 +36,9 @@ class _Adapted(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Activations(Saving):
     """Formula for the activations that one rank saves; bytes per token are for each token that the rank has."""
+
+    architecture: Architecture
+    adapters: LoRASettings | None = None
 
     def layer(self, recomputed: Collection[str] = ()) -> float:
         """Return the bytes per token of a layer, on average over all layers, except inside the ``recomputed`` modules."""

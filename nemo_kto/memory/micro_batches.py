@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS
+from nemo_kto.layers.packing import MAX_HEAD_DIM
 from nemo_kto.memory.memory import Training, power_of_two
 from nemo_kto.memory.speed import FORWARD_LAUNCHES
-from nemo_kto.mixers.saving import MAX_HEAD_DIM
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, joined, width_multiple
 from nemo_kto.models.flops import ModelFlops, Passes
 

@@ -11,7 +11,6 @@ from itertools import chain, product
 from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.layout_rules import expert_rules, mixer_rules, pipeline_rules, rank_rules
 from nemo_kto.config.schema import GPTConfig
@@ -28,6 +27,7 @@ from nemo_kto.memory.micro_batches import (
     sufficient_tokens,
 )
 from nemo_kto.memory.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Hardware, Speed, Step, known_gpu, step_speed
+from nemo_kto.mixers.param_mapping import Layers
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.utils.field_errors import echo
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from nemo_kto.mixers.gated_delta_net import GatedDeltaNet
 from nemo_kto.mixers.mamba2 import Mamba2
-from nemo_kto.mixers.mixer import NO_MIXER, AttentionWindow, LinearLayer, NoMixer, SequenceMixer
+from nemo_kto.mixers.mixer import NO_MIXER, AttentionWindow, LinearLayer, NoMixer, Saving, SequenceMixer
 from nemo_kto.mixers.mla import LatentAttention
-from nemo_kto.mixers.saving import Saving
 from nemo_kto.mixers.softmax_attention import SOFTMAX_ATTENTION, SoftmaxAttention
 
 __all__ = [

@@ -1,21 +1,53 @@
-"""Gated delta net: a short convolution and the gated delta rule (Yang et al. 2024, arXiv 2412.06464)."""
+"""Gated delta net: a short convolution and the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+
+The rule is linear attention whose state decays and corrects what it stores. For each head with the state S [K, V], which
+starts at zero, and each token with query q and key k of unit length [K], value v [V], decay g <= 0 and strength b in [0, 1]
+(equation 10):
+
+    S <- exp(g) S,    S <- S + b k (v - S^T k)^T,    o = S^T q / sqrt(K)
+
+Chunks of tokens are evaluated together. With G the sums of the decays from the start of a chunk, the corrections
+d = b (v - S^T k) of its tokens solve the triangular system
+
+    d_i + b_i sum_{j < i} exp(G_i - G_j) (k_i . k_j) d_j = b_i (v_i - exp(G_i) S^T k_i)
+
+which is solved for both terms on the right before the states are known (section 3.3).
+
+Shape suffixes: t tokens of a pack, c chunks, n sequences of a wave, C tokens of a chunk, g groups of heads with the same
+query and key, r heads of a group, K and V sizes of a key and a value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split
-from nemo_kto.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
-from nemo_kto.mixers.saving import FP32, Saving
+from nemo_kto.device import device
+from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution, decay_between, divide, scan
+from nemo_kto.layers.packing import Prompts
+from nemo_kto.mixers.mixer import FP32, LinearLayer, Saving, SequenceMixer
+from nemo_kto.mixers.model_sizes import ModelSizes, round_up
+from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
+from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
-    from nemo_kto.architecture.architecture import Architecture
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
+
+    from nemo_kto.device.kernel_check import Form
+    from nemo_kto.layers.mixer_module import RecurrentModule
+else:
+    torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
 
 _HF = HF + "linear_attn."
 _INPUTS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-CHUNK = 64  # tokens of a chunk in layers/delta_rule.py
+_EPSILON = 1e-6  # added to the squared lengths of queries and keys
 
 
 def _weight(name: str, hf_names: dict[str, Shape], split: Split, *parts: tuple[int, str]) -> ParamMapping:
@@ -78,34 +110,28 @@ class GatedDeltaNet(SequenceMixer):
             "delta_kernel": self.kernel,
         }
 
-    def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:
+    def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         return {"gated delta nets": True}
 
-    def products(self, architecture: Architecture) -> tuple[int, int]:
+    def products(self, architecture: ModelSizes) -> tuple[int, int]:
         """Return the weights; the state of each value head counts as three: to correct, to update and to read it."""
         sizes = self.sizes
         inputs = architecture.hidden_size * (sizes["delta_qkvz"] + sizes["delta_ba"]) + sizes["delta_qkv"] * self.kernel
         return inputs + 3 * self.value_heads * self.key_dim * self.value_dim, architecture.hidden_size * sizes["delta_z"]
 
-    def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
-        return AttentionWindow(None), 0
-
-    def context_values(self, architecture: Architecture, ranks: int) -> float:
+    def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         """Return the values of the heads of other ranks: the inputs of the convolution and the gates, and the outputs."""
         of_head = self.sizes["delta_qkvz_group"] + self.sizes["delta_ba_group"] + self.sizes["delta_z_group"]
         return self.divided_heads(architecture) * of_head * (ranks - 1) / ranks
 
-    def divided_heads(self, architecture: Architecture) -> int:
-        return self.padded_heads(architecture.tensor_parallel) // architecture.tensor_parallel
+    def divided_heads(self, architecture: ModelSizes) -> int:
+        return round_up(self.key_heads, architecture.tensor_parallel) // architecture.tensor_parallel
 
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
         """Return the bytes of the projections, from which the backward pass computes all else, and of both inputs."""
         inputs, outputs = self.linear_layers(saving)
         saved = saving.hidden * saving.keeps_input(*_INPUTS) + inputs.outputs
         return saving.element_bytes * (saved + outputs.inputs * saving.keeps_input("out_proj"))
-
-    def table_bytes(self, saving: Saving) -> int:
-        return 0
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of what is recomputed, all in fp32 and with gradients.
@@ -127,9 +153,60 @@ class GatedDeltaNet(SequenceMixer):
             LinearLayer(("out_proj",), value, saving.architecture.hidden_size, saving.hidden),
         )
 
-    def padded_heads(self, tensor_parallel: int) -> int:
-        """Return the number of key heads with padding: the next multiple of the tensor-parallel ranks."""
-        return -(-self.key_heads // tensor_parallel) * tensor_parallel
+    def specify(self, layer: ModuleSpec, architecture: ModelSizes, *, use_te: bool, share_prompts: bool) -> None:
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from nemo_kto.layers.mixer_module import RecurrentModule
+
+        layer.submodules.self_attention = ModuleSpec(module=RecurrentModule, params={"mixer": self})
+
+    def build(self, module: RecurrentModule) -> None:
+        """Add the projections and the parameters.
+
+        A group is a key head with its value heads. The rows of its input projection are: query, key, values, gates of the
+        outputs, strengths, decays.
+        """
+        config, sizes, ranks = module.config, self.sizes, module.config.tensor_model_parallel_size
+        rows = sizes["delta_qkvz_group"] + sizes["delta_ba_group"]
+        module.add_projections(groups=round_up(self.key_heads, ranks), rows=rows, columns=sizes["delta_z_group"])
+        sizes_of_heads = {"key_dim": self.key_dim, "value_dim": self.value_dim, "values_per_key": self.values_per_key}
+        module.delta_rule = fastest_delta_rule(config.params_dtype, **sizes_of_heads)
+        module.add_parameter("convolution", module.groups * sizes["delta_qkv_group"], 1, self.kernel)
+        for name in ("decay_log", "step_bias"):
+            module.add_parameter(name, module.groups * self.values_per_key)
+        module.add_parameter("norm", self.value_dim, value=1.0, sharded=False)
+
+    def mix(self, module: RecurrentModule, projected_tX: Tensor, lengths: tuple[int, ...], prompts: Prompts) -> Tensor:
+        """Return the gated and normalised outputs of all tokens, [t, heads of this rank * size of a value]."""
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+        sizes, dtype = self.sizes, projected_tX.dtype
+        heads = sizes["delta_heads_group"]
+        parts = [sizes["delta_qkv_group"], sizes["delta_z_group"], heads, heads]
+        convolution, decay_log, step_bias = module.own("convolution", "decay_log", "step_bias")
+        qkv, gate, strength_tgr, step_tgr = projected_tX.unflatten(-1, (-1, sum(parts))).split(parts, -1)
+        convolved_tc = causal_convolution(qkv.flatten(1), convolution.squeeze(1), lengths=lengths, prompts=prompts)
+        query_tgK, key_tgK, value = (
+            F.silu(convolved_tc)
+            .unflatten(-1, (-1, parts[0]))
+            .split([self.key_dim, self.key_dim, sizes["delta_z_group"]], -1)
+        )
+        rate_gr, bias_gr = (each.float().view(-1, heads) for each in (decay_log.float().exp(), step_bias))
+        output_tgrV = module.delta_rule(
+            query_tgK,
+            key_tgK,
+            value.unflatten(-1, (heads, -1)),
+            -rate_gr * F.softplus(step_tgr.float() + bias_gr),
+            strength_tgr.sigmoid(),
+            lengths=lengths,
+            prompts=prompts,
+        )
+        # the gradient of the norm's weight is summed over the ranks, which have different heads
+        weight_V = copy_to_tensor_model_parallel_region(module.norm)
+        output_tgrV = output_tgrV.to(dtype).float()  # the rounding of transformers
+        normed = F.rms_norm(output_tgrV, output_tgrV.shape[-1:], eps=module.config.layernorm_epsilon).to(dtype)
+        gated = (weight_V * normed) * F.silu(gate.unflatten(-1, (heads, -1)).float())
+        return gated.to(dtype).flatten(1)
 
 
 _OTHERS = (
@@ -171,3 +248,134 @@ BY_KIND = (
     ),
     *_OTHERS,
 )
+
+
+def gated_delta_rule(
+    query_tgK: Tensor,
+    key_tgK: Tensor,
+    value_tgrV: Tensor,
+    decay_tgr: Tensor,
+    strength_tgr: Tensor,
+    *,
+    lengths: Sequence[int],
+    prompts: Prompts = None,
+) -> Tensor:
+    """Return the outputs of all tokens, [t, g, r, V]; the computation and the result are in fp32, or fp64 for such inputs.
+
+    Args:
+        query_tgK, key_tgK: of any length; they are divided by it.
+        lengths, prompts: segments of the pack, as for ``layers/packing.py``. A segment starts from the state of its
+            prompt, which is computed once.
+    """
+    dtype = torch.promote_types(query_tgK.dtype, torch.float32)
+    chunks = divide(tuple(lengths), prompts)
+
+    query_cg1CK, key_cg1CK = (chunks.lay_out(_unit(x.to(dtype)), dtype).unsqueeze(2) for x in (query_tgK, key_tgK))
+    value_cgrCV = chunks.lay_out(value_tgrV, dtype).transpose(2, 3)
+    strength_cgrC1 = chunks.lay_out(strength_tgr, dtype).transpose(2, 3).unsqueeze(-1)
+    decay_cgrC = chunks.lay_out(decay_tgr, dtype).transpose(2, 3).cumsum(-1)
+    query_cg1CK = query_cg1CK * query_tgK.size(-1) ** -0.5
+
+    between_cgrCC = decay_between(decay_cgrC)
+    from_start_cgrC1 = decay_cgrC.exp().unsqueeze(-1)
+    to_end_cgrC1 = (decay_cgrC[..., -1:] - decay_cgrC).exp().unsqueeze(-1)
+    # solve_triangular takes the diagonal for 1 and ignores what is above it
+    system_cgrCC = key_cg1CK @ key_cg1CK.mT * between_cgrCC * strength_cgrC1
+    right_cgrCX = torch.cat((value_cgrCV, key_cg1CK * from_start_cgrC1), -1) * strength_cgrC1
+    solved_cgrCX = torch.linalg.solve_triangular(system_cgrCC, right_cgrCX, upper=False, unitriangular=True)
+    solved_cgrCV, seen_cgrCK = solved_cgrCX.split([value_tgrV.size(-1), key_tgK.size(-1)], -1)
+    scores_cgrCC = query_cg1CK @ key_cg1CK.mT * between_cgrCC
+    query_cgrCK, key_cgrKC = query_cg1CK * from_start_cgrC1, (key_cg1CK * to_end_cgrC1).mT
+    decay_cgr11 = from_start_cgrC1[..., -1:, :]
+
+    def step(now: slice, state_ngrKV: Tensor) -> tuple[Tensor, Tensor]:
+        correction = solved_cgrCV[now] - seen_cgrCK[now] @ state_ngrKV
+        output = query_cgrCK[now] @ state_ngrKV + scores_cgrCC[now] @ correction
+        return output, state_ngrKV * decay_cgr11[now] + key_cgrKC[now] @ correction
+
+    start = key_cgrKC.new_zeros(*key_cgrKC.shape[1:4], value_tgrV.size(-1))
+    return chunks.collect(scan(chunks, start, step).transpose(2, 3))
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Divide vectors by their length over the last dimension."""
+    return vectors * (vectors.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+
+
+@functools.cache
+def fastest_delta_rule(dtype: torch.dtype, *, key_dim: int, value_dim: int, values_per_key: int) -> Form:
+    """Return fla's kernel if it is installed and agrees with :func:`gated_delta_rule` on this device, else that function.
+
+    The outputs of the kernel are in the dtype of the values.
+    """
+    from nemo_kto.device.kernel_check import agreeing, draw_inputs
+    from nemo_kto.device.kernels import delta_rule_kernel
+
+    if (kernel := delta_rule_kernel(dtype)) is None:
+        return gated_delta_rule
+    shapes = [(key_dim,), (key_dim,), (values_per_key, value_dim), (values_per_key,), (values_per_key,)]
+    query, key, value, decay, strength = draw_inputs(*shapes)
+    inputs = [each.to(dtype) for each in (query, key, value, -0.1 * decay.square(), strength.sigmoid())]
+    return agreeing(functools.partial(delta_rule_with, kernel), gated_delta_rule, name="fla's kernel", inputs=inputs)
+
+
+def delta_rule_with(
+    kernel: Callable[..., Any],
+    query_tgK: Tensor,
+    key_tgK: Tensor,
+    value_tgrV: Tensor,
+    decay_tgr: Tensor,
+    strength_tgr: Tensor,
+    *,
+    lengths: Sequence[int],
+    prompts: Prompts = None,
+) -> Tensor:
+    """Return the outputs of all tokens, [t, g, r, V], by a kernel with the signature of fla's ``chunk_gated_delta_rule``.
+
+    Sequences are computed first, then the segments that continue one of them, from its last state.
+    """
+    heads = [query_tgK, key_tgK, value_tgrV.flatten(1, 2), decay_tgr.float().flatten(1), strength_tgr.flatten(1)]
+    parts = [each.split([*lengths]) for each in heads]
+    before = [None] * len(lengths) if prompts is None else [*prompts]
+    roots = [number for number, prompt in enumerate(before) if prompt is None]
+    others = [(number, prompt) for number, prompt in enumerate(before) if prompt is not None]
+
+    def compute(members: Sequence[int], states: Tensor | None) -> tuple[Tensor, Tensor]:
+        inputs = (torch.cat([segments[number] for number in members]).unsqueeze(0) for segments in parts)
+        outputs, finals = kernel(
+            *inputs,
+            initial_state=states,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            **_boundaries(kernel, tuple(lengths[number] for number in members)),
+        )
+        return outputs[0], finals
+
+    outputs, finals = compute(roots, None)
+    found = dict(zip(roots, outputs.split([lengths[number] for number in roots]), strict=True))
+    if others:
+        members = [number for number, _ in others]
+        outputs, _ = compute(members, finals.index_select(0, _on_device(tuple(roots.index(prompt) for _, prompt in others))))
+        found |= zip(members, outputs.split([lengths[number] for number in members]), strict=True)
+    return torch.cat([found[number] for number in range(len(lengths))]).unflatten(1, value_tgrV.shape[1:3])
+
+
+@functools.lru_cache(maxsize=32)
+def _boundaries(kernel: Callable[..., Any], lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the arguments of ``kernel`` that say where sequences begin and end, the same tensors for all layers.
+
+    fla finds the chunks of the sequences again for each new tensor (fla/ops/utils/index.py): on the host if it gets a copy
+    there, for which older releases have no argument, otherwise the host waits for the device.
+    """
+    boundaries = 0, *accumulate(lengths)
+    arguments = {"cu_seqlens": _on_device(boundaries)}
+    if "cu_seqlens_cpu" in inspect.signature(kernel).parameters:
+        arguments["cu_seqlens_cpu"] = torch.tensor(boundaries)
+    return arguments
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...]) -> Tensor:
+    """Return ``numbers`` as a tensor on the device, the same for all layers."""
+    (uploaded,) = device.upload([torch.tensor(numbers)])
+    return uploaded  # type: ignore[no-any-return]

@@ -1,15 +1,19 @@
-"""Interface of a sequence mixer, apart from its modules, which need torch and are built in models/mixers/."""
+"""Interface of a sequence mixer: sizes, FLOPs, saved activations, and its modules in a layer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+from nemo_kto.layers.packing import HEAD_MULTIPLE, MAX_HEAD_DIM
+from nemo_kto.mixers.model_sizes import ModelSizes, round_up
 
 if TYPE_CHECKING:
-    from nemo_kto.architecture.architecture import Architecture
-    from nemo_kto.mixers.saving import Saving
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+FP32 = 4  # bytes
 
 
 class AttentionWindow(NamedTuple):
@@ -45,10 +49,70 @@ class LinearLayer(NamedTuple):
     outputs: float  # output values per token
 
 
+class AdapterSettings(Protocol):
+    """The part of ``LoRASettings`` that determines which activations are saved."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Hugging Face names of the adapted modules."""
+
+    @property
+    def dropout(self) -> float:
+        """Probability with which an input of an adapter is dropped in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Settings of a rank that determine which activations are saved; counts per token are for each token of the rank."""
+
+    architecture: ModelSizes  # also determines the tensor-parallel size
+    element_bytes: int  # bytes per value of the model: 4 in fp32, 2 in bf16
+    sequence_parallel: bool = False  # norms and the operations around them are sharded over the tensor-parallel ranks
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    adapters: AdapterSettings | None = None  # None if all weights are trained
+    # On a GPU norms are one kernel, and queries and keys are rotated before the core attention. On the CPU the core
+    # attention rotates them, and norms in bf16 are several operations that save their input and their normalised input,
+    # both in fp32.
+    on_gpu: bool = False
+    packed: bool = False  # on the CPU attention processes packed sequences one by one and concatenates the outputs
+    repeats_keys: bool = False  # torch's kernel for packed sequences gets keys and values repeated for each query head
+
+    @property
+    def hidden(self) -> float:
+        """Values per token of the hidden state."""
+        return self.architecture.hidden_size / (self.architecture.tensor_parallel if self.sequence_parallel else 1)
+
+    @property
+    def norms_in_few_passes(self) -> bool:
+        """Whether norms use the CPU function of layers/norm.py."""
+        return not self.on_gpu and self.element_bytes == FP32
+
+    def core_head_dim(self, head_dim: int) -> int:
+        """Return the size of heads in the core attention, which pads those of packed sequences on GPUs."""
+        in_kernel = self.on_gpu and self.packed and self.element_bytes < FP32 and head_dim <= MAX_HEAD_DIM
+        return round_up(head_dim, HEAD_MULTIPLE) if in_kernel else head_dim
+
+    def norm(self, width: float, *, trained: bool) -> float:
+        """Return the bytes per token that a norm of so many values saves."""
+        if self.on_gpu or self.norms_in_few_passes:
+            is_widened = self.architecture.zero_centered_norm  # to fp32 before the norm, which saves its input
+            return (FP32 if is_widened else self.element_bytes) * width + 4 * width / self.architecture.hidden_size
+        return (8 if trained else 4) * width + 4 * width / self.architecture.hidden_size
+
+    def adapts(self, *modules: str) -> bool:
+        """Return whether one of these matrices has an adapter."""
+        return self.adapters is not None and not set(modules).isdisjoint(self.adapters.modules)
+
+    def keeps_input(self, *modules: str) -> bool:
+        """Return whether a layer saves its input for the gradient of its weight or of an adapter without dropout."""
+        return self.adapters is None or (self.adapts(*modules) and not self.adapters.dropout)
+
+
 class SequenceMixer(ABC):
     """The part of a layer in which a token takes in values of earlier tokens.
 
-    An object has the settings of one kind of mixer that the :class:`Architecture` lacks; equal objects compute the same.
+    Its fields are the settings that :class:`ModelSizes` lacks; equal objects compute the same.
     """
 
     # Matrices that adapters can change, by their names in LoRA's settings: those before the mixing, and after it.
@@ -68,26 +132,34 @@ class SequenceMixer(ABC):
         return {}
 
     @abstractmethod
-    def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:
+    def specify(self, layer: ModuleSpec, architecture: ModelSizes, *, use_te: bool, share_prompts: bool) -> None:
+        """Put its modules into the spec of one of megatron-core's layers; ``use_te``: of Transformer Engine's.
+
+        With ``share_prompts`` they support packed sequences that share prompts, which modules without Transformer Engine
+        always do.
+        """
+
+    @abstractmethod
+    def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         """Return features that Transformer Engine's layers lack, with whether the model has them."""
 
     @abstractmethod
-    def products(self, architecture: Architecture) -> tuple[int, int]:
+    def products(self, architecture: ModelSizes) -> tuple[int, int]:
         """Return the number of weights by which a token is multiplied: before the last linear layer, and in it."""
 
-    @abstractmethod
-    def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
+    def pair_flops(self, architecture: ModelSizes, layer: int) -> tuple[AttentionWindow, int]:
         """Return the forward FLOPs for a pair of a token and a token it attends to, in a layer counted from 0."""
+        return AttentionWindow(None), 0
 
     @abstractmethod
-    def context_values(self, architecture: Architecture, ranks: int) -> float:
+    def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         """Return the values per token that a rank sends to the others of its context-parallel group in a forward pass."""
 
-    def head_dim_of(self, architecture: Architecture) -> int:
+    def head_dim_of(self, architecture: ModelSizes) -> int:
         """Return the size of its heads in softmax attention; 0 without it."""
         return 0
 
-    def divided_heads(self, architecture: Architecture) -> int:
+    def divided_heads(self, architecture: ModelSizes) -> int:
         """Return the heads of a rank that context-parallel ranks divide among them; 0 if they divide tokens only."""
         return 0
 
@@ -95,9 +167,9 @@ class SequenceMixer(ABC):
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
         """Return the bytes per token that it saves; without ``core``, except inside the module that may be recomputed."""
 
-    @abstractmethod
     def table_bytes(self, saving: Saving) -> int:
         """Return the bytes per position of tables that all its layers share, such as those of RoPE."""
+        return 0
 
     @abstractmethod
     def backward_bytes(self, saving: Saving) -> float:
@@ -116,22 +188,24 @@ class NoMixer(SequenceMixer):
     lora_inputs: ClassVar[tuple[str, ...]] = ()
     lora_outputs: ClassVar[tuple[str, ...]] = ()
 
-    def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:
+    def specify(self, layer: ModuleSpec, architecture: ModelSizes, *, use_te: bool, share_prompts: bool) -> None:
+        """Leave out a layer's attention with its norm and its residual connection."""
+        from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+        parts = layer.submodules
+        parts.input_layernorm = parts.self_attention = IdentityOp
+        parts.self_attn_bda = IdentityFuncOp
+
+    def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         return {}
 
-    def products(self, architecture: Architecture) -> tuple[int, int]:
+    def products(self, architecture: ModelSizes) -> tuple[int, int]:
         return 0, 0
 
-    def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
-        return AttentionWindow(None), 0
-
-    def context_values(self, architecture: Architecture, ranks: int) -> float:
+    def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         return 0
 
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
-        return 0
-
-    def table_bytes(self, saving: Saving) -> int:
         return 0
 
     def backward_bytes(self, saving: Saving) -> float:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split
-from nemo_kto.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
-from nemo_kto.mixers.saving import FP32, HEAD_MULTIPLE, Saving
+from nemo_kto.layers.packing import HEAD_MULTIPLE
+from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
+from nemo_kto.mixers.model_sizes import ModelSizes, round_up
+from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
+from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
-    from nemo_kto.architecture.architecture import Architecture
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import Tensor
 
+    from nemo_kto.layers.attention import PackedSequences, TorchAttention
+    from nemo_kto.layers.mixer_module import MixerModule
+    from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
+else:
+    torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
+
+_NORM_EPSILON = 1e-6  # of the norms of latents, to which rms_norm_eps does not apply
 # kinds of mixers, by whether queries are projected from latents or from hidden states
 _COMPRESSED, _DIRECT = "latent attention", "latent attention with direct queries"
 
@@ -113,22 +126,22 @@ class LatentAttention(SequenceMixer):
             "key_value_latent_and_rope": self.key_value_rank + self.rotated_dim,
         }
 
-    def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:
+    def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         return {"latent attention": True}
 
-    def products(self, architecture: Architecture) -> tuple[int, int]:
+    def products(self, architecture: ModelSizes) -> tuple[int, int]:
         hidden, sizes = architecture.hidden_size, self.sizes
         queries = sizes["latent_queries"] * (self.query_rank or hidden) + hidden * sizes["query_latent"]
         keys_values = hidden * sizes["key_value_latent_and_rope"] + sizes["latent_keys_values"] * self.key_value_rank
         return queries + keys_values, hidden * sizes["latent_values"]
 
-    def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
+    def pair_flops(self, architecture: ModelSizes, layer: int) -> tuple[AttentionWindow, int]:
         return AttentionWindow(None), 2 * self.heads * (self.query_dim + self.value_dim)
 
-    def head_dim_of(self, architecture: Architecture) -> int:
+    def head_dim_of(self, architecture: ModelSizes) -> int:
         return self.head_dim
 
-    def context_values(self, architecture: Architecture, ranks: int) -> float:
+    def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         return 2 * self._heads(architecture) * self.head_dim * (ranks - 1)
 
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
@@ -183,10 +196,128 @@ class LatentAttention(SequenceMixer):
             LinearLayer(("o_proj",), values, hidden, saving.hidden),
         )
 
+    def specify(self, layer: ModuleSpec, architecture: ModelSizes, *, use_te: bool, share_prompts: bool) -> None:
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from nemo_kto.layers.mixer_module import MixerModule
+        from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
+
+        temperature = architecture.temperature
+        if temperature is not None:  # the core attention, which scales the queries, has no RoPE
+            temperature = replace(temperature, with_rope=False)
+        params = {
+            "mixer": self,
+            "rope": RopeTable(rope=architecture.rope, interleaved=self.interleaved),
+            "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
+        }
+        layer.submodules.self_attention = ModuleSpec(module=MixerModule, params=params)
+
+    def build(
+        self,
+        module: MixerModule,
+        *,
+        rope: RopeTable,
+        temperature: TemperatureTable | None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,  # those of attention
+    ) -> None:
+        """Add the projections, norms and core attention.
+
+        Every rank has the whole projections to latents, and those from latents to its heads. With sequence parallelism a
+        rank projects and normalises the latents of its part of the sequence.
+        """
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.enums import AttnMaskType
+
+        from nemo_kto.layers.attention import TorchAttention
+        from nemo_kto.layers.linear import ReplicatedLinear
+        from nemo_kto.layers.norm import TorchNorm
+
+        config, sizes = module.config, self.sizes
+        heads, hidden = self.padded_heads(config.tensor_model_parallel_size), config.hidden_size
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
+        to_heads = {"gather_output": False, **linear}
+        module.rope = rope
+        if self.query_rank is None:
+            module.linear_q_proj = ColumnParallelLinear(hidden, heads * self.query_dim, **to_heads)
+        else:
+            module.linear_q_down_proj = ReplicatedLinear(hidden, self.query_rank, config=config)
+            module.q_layernorm = TorchNorm(config, self.query_rank, eps=_NORM_EPSILON)
+            module.linear_q_up_proj = ColumnParallelLinear(self.query_rank, heads * self.query_dim, **to_heads)
+        module.linear_kv_down_proj = ReplicatedLinear(hidden, sizes["key_value_latent_and_rope"], config=config)
+        module.kv_layernorm = TorchNorm(config, self.key_value_rank, eps=_NORM_EPSILON)
+        module.linear_kv_up_proj = ColumnParallelLinear(self.key_value_rank, heads * sizes["latent_key_value"], **to_heads)
+        module.core_attention = TorchAttention(
+            config,
+            module.layer_number,
+            AttnMaskType.causal,
+            "self",
+            softmax_scale=config.softmax_scale,
+            pg_collection=pg_collection,
+            temperature=temperature,
+        )
+        module.linear_proj = RowParallelLinear(
+            heads * self.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, **linear
+        )
+        module.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+
+    def mix(self, module: MixerModule, hidden_sbH: Tensor, packed: PackedSequences | None) -> Tensor:
+        """Attend over [sequence, batch, hidden], of packed sequences with batch 1."""
+        from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
+            gather_from_sequence_parallel_region,
+        )
+        from torch.utils.checkpoint import checkpoint
+
+        if self.query_rank is None:
+            queries = module.linear_q_proj(hidden_sbH)[0]
+        else:
+            queries = module.linear_q_up_proj(module.q_layernorm(module.linear_q_down_proj(hidden_sbH)[0]))[0]
+        latent, key_rope = module.linear_kv_down_proj(hidden_sbH)[0].split([self.key_value_rank, self.rotated_dim], -1)
+        keys_values = module.linear_kv_up_proj(module.kv_layernorm(latent))[0]
+        # the rotated part of the keys serves the heads of all ranks, so that its gradient is summed over them
+        if module.config.sequence_parallel:
+            key_rope = gather_from_sequence_parallel_region(key_rope)
+        else:
+            key_rope = copy_to_tensor_model_parallel_region(key_rope)
+        key_rope = module.core_attention.rotate(module.rope, key_rope.unsqueeze(2), packed)
+        query, query_rope = _split(queries, self.plain_dim, self.rotated_dim)
+        key, value = _split(keys_values, self.plain_dim, self.value_dim)
+        query = torch.cat((query, module.core_attention.rotate(module.rope, query_rope, packed)), -1)
+        key = torch.cat((key, key_rope.expand(-1, -1, key.size(2), -1)), -1)
+        inputs = module.core_attention, query, key, value, packed
+        if module.recomputes_core:
+            mixed_sbX = checkpoint(
+                self._attend, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+            )
+        else:
+            mixed_sbX = self._attend(*inputs)
+        output: Tensor = module.linear_proj(mixed_sbX)[0]
+        return output
+
+    def _attend(
+        self, attention: TorchAttention, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None
+    ) -> Tensor:
+        """Return the values that the heads of this rank attend to, [sequence, batch, heads * size of a value]."""
+        size = self.head_dim
+        if self.plain_dim % HEAD_MULTIPLE:  # kernels on GPUs cannot read values that begin there, after the keys
+            value = value.contiguous()
+        parts = [each if each.size(-1) == size else F.pad(each, (0, size - each.size(-1))) for each in (query, key, value)]
+        if packed is not None:
+            parts = [each.squeeze(1) for each in parts]
+        mixed = attention(*parts, None, packed_seq_params=packed).unflatten(-1, (-1, size))
+        mixed = mixed[..., : self.value_dim].flatten(-2)
+        return mixed if packed is None else mixed.unsqueeze(1)
+
     def padded_heads(self, tensor_parallel: int) -> int:
         """Return the number of heads with padding: the next multiple of the tensor-parallel ranks."""
-        return -(-self.heads // tensor_parallel) * tensor_parallel
+        return round_up(self.heads, tensor_parallel)
 
-    def _heads(self, architecture: Architecture) -> int:
+    def _heads(self, architecture: ModelSizes) -> int:
         """Return the number of heads on a rank."""
         return self.padded_heads(architecture.tensor_parallel) // architecture.tensor_parallel
+
+
+def _split(heads_sbX: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """Return the parts of each head, [sequence, batch, heads of this rank, size]."""
+    return heads_sbX.unflatten(-1, (-1, sum(sizes))).split([*sizes], -1)

@@ -1,4 +1,4 @@
-"""Softmax attention with grouped heads: weights, FLOPs and saved activations."""
+"""Softmax attention with grouped heads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split
-from nemo_kto.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
-from nemo_kto.mixers.saving import FP32, HEAD_MULTIPLE, MAX_HEAD_DIM, Saving
+from nemo_kto.layers.packing import HEAD_MULTIPLE, MAX_HEAD_DIM
+from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
+from nemo_kto.mixers.model_sizes import ModelSizes
+from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 
 if TYPE_CHECKING:
-    from nemo_kto.architecture.architecture import Architecture
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-QUERY_BLOCK = 128  # queries for which scores exist at the same time in layers/block_attention.py
 _HF = HF + "self_attn."
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -82,7 +82,7 @@ class SoftmaxAttention(SequenceMixer):
         "self_attention.linear_proj.lora_a",
     )
 
-    def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:
+    def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         return {
             "query and key norms over all heads": architecture.all_heads_norm,
             "a separate RoPE for sliding-window layers": architecture.local_rope is not None,
@@ -98,19 +98,19 @@ class SoftmaxAttention(SequenceMixer):
             f"heads of more than {MAX_HEAD_DIM} values": architecture.head_dim > MAX_HEAD_DIM,
         }
 
-    def products(self, architecture: Architecture) -> tuple[int, int]:
+    def products(self, architecture: ModelSizes) -> tuple[int, int]:
         heads, head = architecture.num_attention_heads, architecture.hidden_size * architecture.head_dim
         return head * (heads * (1 + architecture.output_gate) + 2 * architecture.num_query_groups), head * heads
 
-    def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
+    def pair_flops(self, architecture: ModelSizes, layer: int) -> tuple[AttentionWindow, int]:
         size = architecture.windows[layer]
         window = AttentionWindow(size, chunked=architecture.family.chunked and size is not None)
         return window, 4 * architecture.num_attention_heads * architecture.head_dim
 
-    def head_dim_of(self, architecture: Architecture) -> int:
+    def head_dim_of(self, architecture: ModelSizes) -> int:
         return architecture.head_dim
 
-    def context_values(self, architecture: Architecture, ranks: int) -> float:
+    def context_values(self, architecture: ModelSizes, ranks: int) -> float:
         groups = max(1, architecture.padded_query_groups // architecture.tensor_parallel)
         return 2 * groups * architecture.head_dim * (ranks - 1)
 
@@ -169,8 +169,12 @@ class SoftmaxAttention(SequenceMixer):
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of the scores of a block of queries in fp32, their gradients and two more tensors."""
+        if not saving.architecture.attends_in_blocks:
+            return 0
+        from nemo_kto.layers.block_attention import QUERY_BLOCK
+
         heads = saving.architecture.padded_attention_heads / saving.architecture.tensor_parallel
-        return 4 * FP32 * heads * QUERY_BLOCK * saving.architecture.attends_in_blocks
+        return 4 * FP32 * heads * QUERY_BLOCK
 
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
         query = _query(saving)
@@ -179,6 +183,53 @@ class SoftmaxAttention(SequenceMixer):
             LinearLayer(_QKV, saving.hidden, fused, fused),
             LinearLayer(("o_proj",), query, saving.architecture.hidden_size, saving.hidden),
         )
+
+    def specify(self, layer: ModuleSpec, architecture: ModelSizes, *, use_te: bool, share_prompts: bool) -> None:
+        """Put this project's modules into the attention of a layer, or complete Transformer Engine's."""
+        from megatron.core.transformer.identity_op import IdentityOp
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from nemo_kto.layers.attention import GatedAttention, TorchAttention, with_shared_prompts
+        from nemo_kto.layers.linear import with_bias
+        from nemo_kto.layers.norm import AllHeadsNorm, TorchNorm
+        from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
+
+        attention = layer.submodules.self_attention
+        parts = attention.submodules
+        if architecture.output_bias and not architecture.mlp_bias:
+            parts.linear_proj = with_bias(parts.linear_proj)
+        if use_te:
+            if share_prompts:
+                parts.core_attention = with_shared_prompts(parts.core_attention)
+            return
+        if architecture.output_gate:
+            attention.module = GatedAttention
+        local_rope, temperature = architecture.local_rope, architecture.temperature
+        parts.core_attention = ModuleSpec(
+            module=TorchAttention,
+            params={
+                "softcap": architecture.attention_softcap,
+                "sinks": architecture.sinks,
+                "chunked": architecture.family.chunked,
+                "rope": RopeTable(rope=architecture.rope, interleaved=architecture.family.interleaved_rotary),
+                "norm_after_rope": architecture.rotated_norm,
+                "qk_norm_after_rope": architecture.qk_norm_after_rope,
+                "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
+                "local_rope": None if local_rope is None else RopeTable(rope=local_rope),
+            },
+        )
+        if architecture.all_heads_norm:
+            parts.q_layernorm, parts.k_layernorm = (
+                ModuleSpec(module=AllHeadsNorm, params={"heads": heads, "padded_heads": padded})
+                for heads, padded in (
+                    (architecture.num_attention_heads, architecture.padded_attention_heads),
+                    (architecture.num_query_groups, architecture.padded_query_groups),
+                )
+            )
+        elif architecture.qk_norm_after_rope:
+            parts.q_layernorm = parts.k_layernorm = IdentityOp
+        elif architecture.qk_norm:
+            parts.q_layernorm = parts.k_layernorm = TorchNorm
 
 
 def _query(saving: Saving) -> int:

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
@@ -160,7 +159,6 @@ def build_gpt(
     post_process: bool = True,
     sequence_parallel: bool = False,
     recompute_modules: Sequence[str] = (),
-    attn_mask_type: AttnMaskType = AttnMaskType.causal,
     fp8: str | None = None,
     expert_parallel: int = 1,
     grouped_experts: bool = True,
@@ -173,7 +171,6 @@ def build_gpt(
     Args:
         chunk: index of the chunk among those of this rank, from 0.
         pre_process, post_process: the chunk starts with the embedding; it ends with the output layer.
-        attn_mask_type: causal, or arbitrary if ``forward`` gets a mask, [batch, 1, sequence, sequence], True = masked out.
         fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3", for the products in Transformer Engine's linear layers.
         grouped_experts: Transformer Engine multiplies the experts of a rank in one call; adapters need separate experts.
         share_prompts: packed sequences may share prompts, which layers without Transformer Engine always support.
@@ -199,11 +196,10 @@ def build_gpt(
         use_cpu_initialization=empty,  # creates tensors on the device of the context below
     )
     vp_stage = chunk if split.chunks > 1 else None
-    layers = {"use_te": use_te, "share_prompts": share_prompts, "attn_mask_type": attn_mask_type}
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = HiddenStateGPT(
             config=config,
-            transformer_layer_spec=block_spec(architecture, config, vp_stage, **layers),
+            transformer_layer_spec=block_spec(architecture, config, vp_stage, use_te=use_te, share_prompts=share_prompts),
             vocab_size=architecture.padded_vocab_size,
             max_sequence_length=architecture.max_position_embeddings,
             share_embeddings_and_output_weights=architecture.tied,

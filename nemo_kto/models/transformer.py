@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -24,15 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel
 from nemo_kto.layers.gated_activation import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU
 from nemo_kto.layers.linear import with_bias
 from nemo_kto.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter, CorrectedRouter
-from nemo_kto.layers.norm import TorchLayerNorm, TorchNorm
-from nemo_kto.layers.residual import ParallelLayer, PostNormLayer, ScaledResidualLayer
-from nemo_kto.models.mixers import MODULES
+from nemo_kto.layers.norm import ParallelLayer, PostNormLayer, ScaledResidualLayer, TorchLayerNorm, TorchNorm
+from nemo_kto.mixers.param_mapping import Layers
 
 
 def transformer_config(
@@ -147,12 +144,11 @@ def block_spec(
     vp_stage: int | None,
     *,
     use_te: bool,
-    attn_mask_type: AttnMaskType,
     share_prompts: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers of one model chunk; ``use_te`` selects Transformer Engine's modules.
 
-    ``attn_mask_type`` and ``share_prompts`` are settings of the sequence mixers.
+    ``share_prompts`` is a setting of the sequence mixers.
     """
     first = get_transformer_layer_offset(config, vp_stage)
     layers = slice(first, first + get_num_layers_to_build(config, vp_stage))
@@ -161,8 +157,7 @@ def block_spec(
     specs = {}
     for mixer, sparse, has_mlp in set(kinds):
         specs[mixer, sparse, has_mlp] = layer = _layer_spec(architecture, config, use_te=use_te, sparse=sparse)
-        settings = {"use_te": use_te, "share_prompts": share_prompts, "attn_mask_type": attn_mask_type}
-        MODULES[type(mixer)](layer, mixer, architecture, **settings)
+        mixer.specify(layer, architecture, use_te=use_te, share_prompts=share_prompts)
         if not has_mlp:
             layer.submodules.pre_mlp_layernorm = layer.submodules.mlp = IdentityOp
             layer.submodules.mlp_bda = IdentityFuncOp

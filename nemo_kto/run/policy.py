@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.architecture.architecture import Architecture
@@ -87,7 +86,6 @@ def build_policy(run: ResolvedRun) -> Policy:
         recompute_method=run.recompute_method,
         recompute_num_layers=run.recompute_num_layers,
         recompute_modules=run.recompute_modules,
-        attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
         fp8=cfg.fp8,
         expert_parallel=cfg.expert_model_parallel_size,
         grouped_experts=not adapts_experts(run.architecture, adapters),

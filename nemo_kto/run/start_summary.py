@@ -24,9 +24,9 @@ from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
+from nemo_kto.layers.packing import MAX_HEAD_DIM
 from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.mixers import GatedDeltaNet, Mamba2
-from nemo_kto.mixers.saving import MAX_HEAD_DIM
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy

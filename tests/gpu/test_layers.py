@@ -18,14 +18,11 @@ from nemo_kto.device.kernels import delta_rule_kernel, scan_kernel, uses_transfo
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.hf_weights import load_weights
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
-from nemo_kto.layers.block_attention import block_attention
-from nemo_kto.layers.delta_rule import gated_delta_rule
+from nemo_kto.layers.block_attention import QUERY_BLOCK, block_attention
 from nemo_kto.layers.packing import Prompts, token_positions
-from nemo_kto.layers.state_space import state_space_scan
-from nemo_kto.mixers.softmax_attention import QUERY_BLOCK
+from nemo_kto.mixers.gated_delta_net import fastest_delta_rule, gated_delta_rule
+from nemo_kto.mixers.mamba2 import fastest_scan, state_space_scan
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.mixers.delta_kernel import fastest_delta_rule
-from nemo_kto.models.mixers.scan_kernel import fastest_scan
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.engine_layers import engine_layers
 from tests.helpers.tiny_models import make_checkpoint
@@ -204,7 +201,7 @@ def test_block_attention_equals_the_cpu(more: dict[str, Any], dtype: torch.dtype
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, heads, QUERY_BLOCK + 72, 64, generator=draw).to(dtype) for heads in (8, 4, 4)]
     parts += [torch.randn(8, generator=draw).to(dtype)] * ("window" in more)
-    settings = {"attn_mask": None, "is_causal": True, "scale": 0.125, "enable_gqa": True, **more}
+    settings = {"scale": 0.125, **more}
     found = []
     for place, kind in (("cpu", torch.float32), (device.current_device(), dtype)):
         here = [part.to(place, kind).requires_grad_() for part in parts]

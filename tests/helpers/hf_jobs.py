@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.enums import AttnMaskType
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings
@@ -47,12 +46,12 @@ def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT
     return model, architecture
 
 
-def logits(model: HiddenStateGPT, architecture: Architecture, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+def logits(model: HiddenStateGPT, architecture: Architecture, tokens: torch.Tensor) -> Any:
     """Logits over the unpadded vocabulary on the ranks of the last stage, else None."""
 
     def forward(_: Any, chunk: HiddenStateGPT) -> tuple[torch.Tensor, Any]:
         positions = torch.arange(tokens.size(1)).expand_as(tokens)
-        return chunk(tokens, positions, mask), lambda hidden, **__: hidden
+        return chunk(tokens, positions, None), lambda hidden, **__: hidden
 
     outputs = get_forward_backward_func()(
         forward_step_func=forward,
@@ -299,21 +298,6 @@ def convert_type(layout: Layout, folder: Path, out: Path) -> str:
     load_weights([model], architecture, folder)
     export([model], architecture, source=folder, out=out, max_shard_bytes=10**9)
     return ", ".join({str(parameter.dtype) for parameter in model.parameters()})
-
-
-def arbitrary_mask(folder: Path) -> Any:
-    """Logits of texts in one row that are masked from each other, and of the same texts separately."""
-    state.init_distributed(layout=Layout(), seed=3)
-    model, architecture = build(folder, Layout(), attn_mask_type=AttnMaskType.arbitrary)
-    load_weights([model], architecture, folder)
-    model.eval()
-    text = torch.arange(hf_models.SEQUENCE) // 10
-    seen = (text[:, None] == text[None, :]) & torch.ones(hf_models.SEQUENCE, hf_models.SEQUENCE, dtype=torch.bool).tril()
-    tokens = hf_models.tokens()
-    with torch.no_grad():
-        together = logits(model, architecture, tokens, ~seen[None, None])
-        alone = [logits(model, architecture, tokens[:, first : first + 10]) for first in (0, 10, 20)]
-    return together.numpy(), torch.cat(alone, dim=1).numpy()
 
 
 def save_sharded(layout: Layout, folder: Path, checkpoint: Path) -> None:

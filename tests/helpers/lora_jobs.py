@@ -155,7 +155,7 @@ def backward(chunks: list[Any]) -> None:
 
 def adding_in_place() -> Any:
     """Context in which adapters are added on the CPU as on a GPU."""
-    return mock.patch("nemo_kto.models.lora.layers._adds_in_place", return_value=True)
+    return mock.patch("nemo_kto.models.lora.lora_layers._adds_in_place", return_value=True)
 
 
 _NO_KERNELS = ("::empty", "::new_empty", "::detach", "::_unsafe_view")

@@ -171,7 +171,7 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
-    from nemo_kto.architecture.rope import Rope
+    from nemo_kto.layers.layer_settings import Rope
     from nemo_kto.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2, SequenceMixer
 
     delta_net = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, kernel=4)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from nemo_kto.architecture.family import ExpertFields, Experts, Family, Temperature
+from nemo_kto.architecture.family import ExpertFields, Family
 
-__all__ = ["ALIASES", "FAMILIES", "MULTIMODAL", "ExpertFields", "Experts", "Family", "Temperature"]
+__all__ = ["ALIASES", "FAMILIES", "MULTIMODAL", "ExpertFields", "Family"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 _ROWS = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]

@@ -17,7 +17,7 @@ from nemo_kto.architecture.mappings import (
     shared_expert,
     with_experts,
 )
-from nemo_kto.architecture.param_mapping import replicated
+from nemo_kto.mixers.param_mapping import replicated
 from nemo_kto.mixers.softmax_attention import qk_norms
 
 

@@ -20,9 +20,9 @@ from nemo_kto.architecture.mappings import (
     sparse,
     with_experts,
 )
-from nemo_kto.architecture.param_mapping import Split
 from nemo_kto.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, SequenceMixer
 from nemo_kto.mixers.gated_delta_net import BY_HEAD, BY_KIND
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.mixers.softmax_attention import QUERY_AND_GATE, qk_norms
 
 if TYPE_CHECKING:

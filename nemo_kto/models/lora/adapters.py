@@ -7,7 +7,7 @@ of A and B for each part, as in PEFT, where Hugging Face's models have these par
     lora_b  [out, rank]          rows in the order of the weight; ``part_of_row`` gives the part whose A belongs to a row
 
 Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they remain zero; the same holds for the
-rows of B and the columns of A that are padding. ``models.lora.layers`` describes how A and B are sharded over ranks.
+rows of B and the columns of A that are padding. ``models.lora.lora_layers`` describes how A and B are sharded over ranks.
 
 With DoRA each adapted row also has a magnitude:
 
@@ -39,13 +39,13 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     hf_module,
 )
-from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import held, pieces, source_shapes, split_dimension
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
+from nemo_kto.mixers.param_mapping import ParamMapping, Split
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.lora.layers import Adapter, adapt_linear
+from nemo_kto.models.lora.lora_layers import Adapter, adapt_linear
 
 # Linear layer of one expert. Transformer Engine has one layer for all experts of a rank, with a numbered weight for each.
 _ONE_EXPERT = re.compile(r"local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])$")

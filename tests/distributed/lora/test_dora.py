@@ -60,12 +60,12 @@ def test_dropout_applies_to_the_same_values_as_in_peft(
 
 def norms_taken(folder: Path) -> list[int]:
     """How often norms are taken: by two steps of four micro-batches each, and outside of a step."""
-    from nemo_kto.models.lora import layers
+    from nemo_kto.models.lora import lora_layers
 
     state.init_distributed(layout=Layout(), seed=3)
     chunks, _ = lora_jobs.build(folder, Layout(), SETTINGS)
     optimizer, found = lora_jobs.optimizer_of(chunks), []
-    with mock.patch.object(layers, "row_norms", wraps=layers.row_norms) as taken:
+    with mock.patch.object(lora_layers, "row_norms", wraps=lora_layers.row_norms) as taken:
         for _ in range(2):
             lora_jobs.backward(chunks)
             optimizer.step()

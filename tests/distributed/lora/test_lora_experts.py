@@ -65,7 +65,7 @@ def adapt_shared_out_expert() -> str:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from nemo_kto.distributed import state
-    from nemo_kto.models.lora.layers import adapt_linear
+    from nemo_kto.models.lora.lora_layers import adapt_linear
 
     state.init_distributed(layout=state.Layout(), seed=3)
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from nemo_kto.distributed import state
-from nemo_kto.models.lora.layers import ADAPTED_CLASSES, Adapter, LoRAColumnParallelLinear, adapt_linear
+from nemo_kto.models.lora.lora_layers import ADAPTED_CLASSES, Adapter, LoRAColumnParallelLinear, adapt_linear
 from tests.helpers.rank_pool import RankPool
 
 SEQUENCE, BATCH, IN, OUT, RANK, PARTS = 8, 2, 12, 16, 3, 2
@@ -44,7 +44,7 @@ class NormedLinear(ColumnParallelLinear):
 
 
 class AdaptedNormedLinear(Adapter, NormedLinear):
-    """As ``models.lora.layers`` makes one of Transformer Engine's."""
+    """As ``models.lora.lora_layers`` makes one of Transformer Engine's."""
 
     is_column = True
 

@@ -77,14 +77,14 @@ def peak_of_backward(model: Path, lengths: tuple[int, ...]) -> tuple[float, floa
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
     from nemo_kto.layers.attention import PackedSequences
+    from nemo_kto.layers.mixer_module import RecurrentModule
     from nemo_kto.memory.activations import Activations
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.mixers.recurrent import RecurrentMixer
 
     state.init_distributed(layout=state.Layout(), seed=1)
     architecture = read_architecture(model, tensor_parallel=1)
     gpt = build_gpt(architecture, params_dtype=torch.float32).requires_grad_(False)
-    module = next(each for each in gpt.modules() if isinstance(each, RecurrentMixer))
+    module = next(each for each in gpt.modules() if isinstance(each, RecurrentModule))
     tokens = sum(lengths)
     hidden = torch.randn(tokens, 1, architecture.hidden_size, requires_grad=True)
     output, _ = module(hidden, packed_seq_params=PackedSequences.of([lengths])[0])

@@ -23,9 +23,9 @@ def attention(*, context: int, window: tuple[int, int] | None, chunked: bool) ->
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_kto.architecture.families import Temperature
     from nemo_kto.architecture.rope import read_rope
     from nemo_kto.layers.attention import TorchAttention
+    from nemo_kto.layers.layer_settings import Temperature
     from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
 
     config = TransformerConfig(

@@ -10,10 +10,11 @@ import pytest
 from transformers import BartConfig, PretrainedConfig, T5Config
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.families import FAMILIES, Experts, Temperature
-from nemo_kto.architecture.param_mapping import Layers
+from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.errors import UserError
+from nemo_kto.layers.layer_settings import Experts, Temperature
 from nemo_kto.mixers import NO_MIXER, SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2
+from nemo_kto.mixers.param_mapping import Layers
 from tests.helpers.messages import Message, raises
 
 BASE: dict[str, Any] = {

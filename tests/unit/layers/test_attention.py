@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.layers import rope_tables
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
+from nemo_kto.layers.layer_settings import Temperature
 from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
 from tests.helpers.messages import Message, raises
 
@@ -22,7 +22,6 @@ S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
 
 def attention(
     *,
-    kind: AttnMaskType = AttnMaskType.causal,
     layer: int = 1,
     scale: float | None = None,
     chunked: bool = False,
@@ -43,7 +42,7 @@ def attention(
     return TorchAttention(
         config=config,
         layer_number=layer,
-        attn_mask_type=kind,
+        attn_mask_type=AttnMaskType.causal,
         attention_type="self",
         cp_comm_type=None,
         softmax_scale=scale,
@@ -69,7 +68,7 @@ def reference(seen: torch.Tensor, scale: float = 1 / math.sqrt(D), sinks: torch.
         for head in range(HEADS):
             group = head // (HEADS // GROUPS)
             scores = query[:, batch, head] @ key[:, batch, group].T * scale
-            scores = scores.masked_fill(~seen.expand(B, 1, S, S)[batch, 0], float("-inf"))
+            scores = scores.masked_fill(~seen, float("-inf"))
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head].expand(S, 1)], dim=-1)
             out[:, batch, head] = scores.softmax(-1)[:, :S] @ value[:, batch, group]
@@ -81,14 +80,6 @@ CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
 
 def test_causal_with_grouped_heads() -> None:
     torch.testing.assert_close(attention()(*heads(), None), reference(CAUSAL))
-
-
-def test_arbitrary_mask() -> None:
-    masked = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.4
-    masked |= torch.eye(S, dtype=torch.bool).logical_not() & ~CAUSAL
-    masked &= ~torch.eye(S, dtype=torch.bool)
-    found = attention(kind=AttnMaskType.arbitrary)(*heads(), masked, attn_mask_type=AttnMaskType.arbitrary)
-    torch.testing.assert_close(found, reference(~masked))
 
 
 def test_softmax_scale() -> None:
@@ -106,25 +97,11 @@ def test_window_of_some_layers() -> None:
     torch.testing.assert_close(found, reference(CAUSAL))
 
 
-def test_window_and_mask_together() -> None:
-    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
-    other = torch.arange(S)[:, None] // 5 != torch.arange(S)[None, :] // 5  # two documents of five tokens
-    masked = (other | ~CAUSAL)[None, None]
-    found = attention(kind=AttnMaskType.arbitrary, window_size=(2, 0))(*heads(), masked)
-    torch.testing.assert_close(found, reference(~masked & (distance < 3)))
-
-
-@pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.arbitrary])
-def test_a_token_sees_its_chunk(kind: AttnMaskType) -> None:
-    """The last of three chunks is shorter; with a mask what it leaves of the chunk, here every second token and itself."""
+def test_a_token_sees_its_chunk() -> None:
+    """The last of three chunks is shorter."""
     chunk = torch.arange(S) // 4
-    seen = CAUSAL & (chunk[:, None] == chunk[None, :])
-    masked = None
-    if kind == AttnMaskType.arbitrary:
-        masked = (((torch.arange(S)[:, None] - torch.arange(S)[None, :]) % 2 != 0) | ~CAUSAL)[None, None]
-        seen = seen & ~masked
-    found = attention(kind=kind, chunked=True, window_size=(3, 0))(*heads(), masked)
-    torch.testing.assert_close(found, reference(seen))
+    found = attention(chunked=True, window_size=(3, 0))(*heads(), None)
+    torch.testing.assert_close(found, reference(CAUSAL & (chunk[:, None] == chunk[None, :])))
 
 
 def test_chunks_begin_with_each_sequence_of_a_row() -> None:
@@ -163,17 +140,14 @@ def test_queries_are_scaled_in_layers_without_rotation() -> None:
 SINKS = torch.linspace(-2.0, 3.0, HEADS)
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("window", [None, (2, 0)])
-def test_sinks(window: tuple[int, int] | None, is_masked: bool) -> None:
+def test_sinks(window: tuple[int, int] | None) -> None:
     distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
     seen = CAUSAL if window is None else CAUSAL & (distance < 3)
-    kind = AttnMaskType.arbitrary if is_masked else AttnMaskType.causal
-    module = attention(kind=kind, window_size=window, sinks=True)
+    module = attention(window_size=window, sinks=True)
     assert module.softmax_offset is not None
     module.softmax_offset.data = SINKS
-    found = module(*heads(), (~CAUSAL)[None, None] if is_masked else None)
-    torch.testing.assert_close(found, reference(seen, sinks=SINKS))
+    torch.testing.assert_close(module(*heads(), None), reference(seen, sinks=SINKS))
 
 
 def test_a_rank_uses_the_sinks_of_its_heads() -> None:
@@ -287,6 +261,7 @@ def test_keys_are_repeated_only_if_the_kernel_takes_no_grouped_heads(
     [
         ({"attention_bias": torch.zeros(1)}, Message("attention_bias")),
         ({"attn_mask_type": AttnMaskType.padding}, Message("attn_mask_type", "padding")),
+        ({"attn_mask_type": AttnMaskType.arbitrary}, Message("attn_mask_type", "arbitrary")),
     ],
 )
 def test_unsupported_arguments_are_refused(arguments: dict[str, Any], message: Message) -> None:

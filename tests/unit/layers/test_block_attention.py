@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from nemo_kto.layers.block_attention import block_attention
-from nemo_kto.mixers.softmax_attention import QUERY_BLOCK
-from tests.helpers.messages import Message, raises
+from nemo_kto.layers.block_attention import QUERY_BLOCK, block_attention
 
 LENGTH, HEADS, GROUPS, SIZE, SCALE, CAP = QUERY_BLOCK + 37, 4, 2, 8, 0.9, 2.5
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 WINDOW = CAUSAL & ~CAUSAL.tril(-5)
-PLACE = torch.arange(LENGTH)
-DOCUMENTS = torch.stack([CAUSAL & (PLACE[:, None] // size == PLACE // size) for size in (20, 60)])[:, None]
-MASKS = {"causal": None, "window": WINDOW, "a mask for each sequence": DOCUMENTS}
 
 
 def heads(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -42,9 +39,8 @@ def written_out(
     return scores.softmax(-1)[..., : key.size(2)] @ value
 
 
-def attend(*parts: torch.Tensor, mask: torch.Tensor | None, **changes: object) -> torch.Tensor:
-    settings = {"is_causal": mask is None, "scale": SCALE, "enable_gqa": True, "cap": CAP}
-    return block_attention(*parts, attn_mask=mask, **{**settings, **changes})  # type: ignore[arg-type]
+def attend(*parts: torch.Tensor, **changes: Any) -> torch.Tensor:
+    return block_attention(*parts, **{"scale": SCALE, "cap": CAP, **changes})
 
 
 def assert_alike(
@@ -57,12 +53,10 @@ def assert_alike(
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_values_and_gradients(mask: torch.Tensor | None) -> None:
+def test_values_and_gradients() -> None:
     *parts, grad = heads()
     exact_parts = [part.detach().double().requires_grad_() for part in parts]
-    exact = written_out(*exact_parts, seen=CAUSAL if mask is None else mask)
-    assert_alike(attend(*parts, mask=mask), exact, parts, exact_parts, grad)
+    assert_alike(attend(*parts), written_out(*exact_parts, seen=CAUSAL), parts, exact_parts, grad)
 
 
 @pytest.mark.parametrize("cap", [None, CAP], ids=["no cap", "cap"])
@@ -72,7 +66,7 @@ def test_a_sink_is_part_of_the_softmax(cap: float | None) -> None:
     exact_parts = [part.detach().double().requires_grad_() for part in parts]
     exact = written_out(*exact_parts, seen=CAUSAL, cap=cap)
     *others, sinks = parts
-    found = attend(*others, mask=None, sinks_h=sinks, cap=cap)
+    found = attend(*others, sinks_h=sinks, cap=cap)
     assert found[:, 3].abs().max() < 1e-6 < found[:, 2].abs().max()
     assert_alike(found, exact, parts, exact_parts, grad)
 
@@ -84,7 +78,7 @@ def test_a_window_equals_a_mask(before: int) -> None:
     query, key, value = parts
     exact_parts = [part.detach().double().requires_grad_() for part in parts]
     exact = written_out(*exact_parts, seen=WINDOW)[:, :, before:]
-    found = attend(query[:, :, before:], key, value, mask=None, window=5)
+    found = attend(query[:, :, before:], key, value, window=5)
     assert_alike(found, exact, parts, exact_parts, grad[:, :, before:])
 
 
@@ -93,7 +87,7 @@ def test_keys_beyond_the_window_of_a_block_are_not_read() -> None:
 
     long = [torch.randn(1, 1, 4 * QUERY_BLOCK, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
-        attend(*long, mask=None, window=9).sum().backward()
+        attend(*long, window=9).sum().backward()
     assert largest.elements == QUERY_BLOCK * (QUERY_BLOCK + 8)
 
 
@@ -101,24 +95,10 @@ def test_bf16_uses_fp32_between_the_products() -> None:
     *parts, grad = heads(torch.bfloat16)
     exact_parts = [part.detach().double().requires_grad_() for part in parts]
     exact = written_out(*exact_parts, seen=CAUSAL)
-    found = attend(*parts, mask=None)
+    found = attend(*parts)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
     expected = torch.autograd.grad(exact, exact_parts, grad.double())
     for one, other in zip(torch.autograd.grad(found, parts, grad), expected, strict=True):
         assert one.dtype == torch.bfloat16
         torch.testing.assert_close(one.double(), other, rtol=5e-2, atol=5e-2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"is_causal": False}, Message("is_causal", "False")),
-        ({"mask": CAUSAL, "is_causal": False, "window": 3}, Message("3", "window")),
-        ({"enable_gqa": False}, Message("enable_gqa", "4", "2")),
-    ],
-)
-def test_unsupported_arguments_are_refused(changes: dict[str, object], message: Message) -> None:
-    *parts, _ = heads()
-    with raises(ValueError, *message.parts):
-        attend(*parts, **{"mask": None, **changes})  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_kto.models.lora import layers
-from nemo_kto.models.lora.layers import Change, RowNorms, row_norms
+from nemo_kto.models.lora import lora_layers
+from nemo_kto.models.lora.lora_layers import Change, RowNorms, row_norms
 
 OUT, IN, RANK, SCALE = 7, 24, 3, 1.5
 
@@ -18,7 +18,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("left", [1.0, 1e-2], ids=["usual", "the adapter nearly cancels the weight"])
 @pytest.mark.parametrize("rows", [256, 3], ids=["at once", "some rows at a time"])
 def test_norms_equal_those_of_the_sum(rows: int, left: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_ROWS", rows)
+    monkeypatch.setattr(lora_layers, "_ROWS", rows)
     full_b, lora_a = draw(OUT, RANK, seed=1), draw(RANK, IN, seed=2)
     weight = left * draw(OUT, IN, seed=3) - (1 - left) * SCALE * full_b @ lora_a
     expected = (weight.double() + SCALE * full_b.double() @ lora_a.double()).norm(dim=1)

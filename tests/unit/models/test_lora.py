@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Experts
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.architecture.lora import (
     GATE_UP,
     HUGGING_FACE_TARGETS,
@@ -27,11 +27,12 @@ from nemo_kto.architecture.lora import (
     with_other_layers,
     without_experts,
 )
-from nemo_kto.architecture.param_mapping import Layers, Split
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
+from nemo_kto.layers.layer_settings import Experts
 from nemo_kto.mixers import SOFTMAX_ATTENTION
+from nemo_kto.mixers.param_mapping import Layers, Split
 from nemo_kto.models.lora.adapters import is_adapter
-from nemo_kto.models.lora.layers import adapt_linear
+from nemo_kto.models.lora.lora_layers import adapt_linear
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import tiny_architecture
 

@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.device.kernel_check import Form
-from nemo_kto.layers.delta_rule import causal_convolution, gated_delta_rule
+from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution
 from nemo_kto.layers.packing import Prompts
-from nemo_kto.mixers.gated_delta_net import CHUNK
-from nemo_kto.models.mixers import delta_kernel
-from nemo_kto.models.mixers.delta_kernel import delta_rule_with, fastest_delta_rule
+from nemo_kto.mixers.gated_delta_net import delta_rule_with, fastest_delta_rule, gated_delta_rule
 from tests.helpers.messages import Message
 
 GROUPS, HEADS, KEY, VALUE = 2, 3, 5, 4
@@ -142,13 +140,13 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     for each, names in cases.items():
         caplog.clear()
         fastest_delta_rule.cache_clear()
-        monkeypatch.setattr(delta_kernel, "delta_rule_kernel", lambda dtype, each=each: each)
+        monkeypatch.setattr("nemo_kto.device.kernels.delta_rule_kernel", lambda dtype, each=each: each)
         with torch.device("meta"):  # a model that is built without values
             rule = fastest_delta_rule(torch.float32, **sizes)
         assert (rule is gated_delta_rule) is bool(names)
         assert [record.getMessage() for record in caplog.records] == [Message("fla", *names)] * bool(names)
     caplog.clear()
-    monkeypatch.setattr(delta_kernel, "delta_rule_kernel", lambda dtype: kernel)
+    monkeypatch.setattr("nemo_kto.device.kernels.delta_rule_kernel", lambda dtype: kernel)
     assert fastest_delta_rule(torch.float32, **sizes | {"key_dim": 264}) is gated_delta_rule
     assert caplog.messages == [Message("fla", "AssertionError", "larger than 256", "torch")]
     fastest_delta_rule.cache_clear()

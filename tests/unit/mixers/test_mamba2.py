@@ -12,13 +12,10 @@ from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 from nemo_kto.device.kernel_check import Form
-from nemo_kto.layers.delta_rule import causal_convolution
-from nemo_kto.layers.state_space import state_space_scan
-from nemo_kto.mixers.gated_delta_net import CHUNK
-from nemo_kto.models.mixers import scan_kernel
-from nemo_kto.models.mixers.scan_kernel import fastest_scan, scan_with
+from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution
+from nemo_kto.mixers.mamba2 import fastest_scan, scan_with, state_space_scan
 from tests.helpers.messages import Message
-from tests.unit.layers.test_delta_rule import random_pack, sequences
+from tests.unit.mixers.test_gated_delta_net import random_pack, sequences
 
 GROUPS, HEADS, STATE, SIZE = 2, 3, 5, 4
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -96,7 +93,7 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     for each, names in {kernel: (), without_boundaries: ("mamba_ssm", "differ", "torch")}.items():
         caplog.clear()
         fastest_scan.cache_clear()
-        monkeypatch.setattr(scan_kernel, "scan_kernel", lambda dtype, each=each: each)
+        monkeypatch.setattr("nemo_kto.device.kernels.scan_kernel", lambda dtype, each=each: each)
         assert (fastest_scan(torch.float32, **sizes) is state_space_scan) is bool(names)
         assert [record.getMessage() for record in caplog.records] == [Message(*names)] * bool(names)
     fastest_scan.cache_clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,16 +75,3 @@ class ParamMapping:
 def replicated(mcore_name: str, hf_name: str, *shape: str) -> ParamMapping:
     """Return the mapping of a weight in each layer that every rank holds; the names are those below the layer."""
     return ParamMapping(mcore_name=MCORE + mcore_name, hf_names={HF + hf_name: shape}, split=Split.REPLICATED)
-
-
-def prefixes_of(names: Collection[str], options: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Return the beginning that replaces each one of the tables in a file with these names, from ``Family.prefixes``."""
-    return {
-        ours: next((start for start in starts if any(name.startswith(start) for name in names)), starts[0])
-        for ours, starts in options.items()
-    }
-
-
-def name_in_file(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return the name in the file of a weight of the tables."""
-    return next((theirs + name.removeprefix(ours) for ours, theirs in prefixes.items() if name.startswith(ours)), name)

@@ -1,20 +1,10 @@
-"""Gated delta rule: linear attention whose state decays and corrects what it stores (Yang et al. 2024, arXiv 2412.06464).
+"""Recurrences over the tokens of packed sequences: division into chunks, scan over the chunks, causal convolution.
 
-For each head with the state S [K, V], which starts at zero, and each token with query q and key k of unit length [K], value
-v [V], decay g <= 0 and strength b in [0, 1] (equation 10):
+Chunks of tokens are evaluated together. The states between them follow one after the other, for the chunks of all sequences
+at the same time.
 
-    S <- exp(g) S,    S <- S + b k (v - S^T k)^T,    o = S^T q / sqrt(K)
-
-Chunks of tokens are evaluated together. With G the sums of the decays from the start of a chunk, the corrections
-d = b (v - S^T k) of its tokens solve the triangular system
-
-    d_i + b_i sum_{j < i} exp(G_i - G_j) (k_i . k_j) d_j = b_i (v_i - exp(G_i) S^T k_i)
-
-which is solved for both terms on the right before the states are known (section 3.3). The states follow one after the
-other, for the chunks of all sequences at the same time.
-
-Shape suffixes: t tokens of a pack, c chunks, n sequences of a wave, C tokens of a chunk, g groups of heads with the same
-query and key, r heads of a group, K and V sizes of a key and a value.
+Shape suffixes: t tokens of a pack, c chunks, n sequences of a wave, C tokens of a chunk, g groups of heads, r heads of a
+group.
 """
 
 from __future__ import annotations
@@ -22,15 +12,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nemo_kto.device import device
 from nemo_kto.layers.packing import Prompts
-from nemo_kto.mixers.gated_delta_net import CHUNK
+from nemo_kto.utils import lazy_import
 
-_EPSILON = 1e-6  # added to the squared lengths of queries and keys
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+
+CHUNK = 64  # tokens of a chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +58,9 @@ class Chunks:
 def divide(lengths: tuple[int, ...], prompts: Prompts) -> Chunks:
     """Divide a pack with segments of these lengths; a segment with a prompt continues that one."""
     roots = tuple(number for number in range(len(lengths)) if prompts is None or prompts[number] is None)
-    waves, places, first = list[Wave](), dict[int, Tensor](), 0
+    waves: list[Wave] = []
+    places: dict[int, Tensor] = {}
+    first = 0
     for members in (roots, tuple(sorted({*range(len(lengths))} - {*roots}))):
         if not members:
             continue
@@ -84,77 +80,13 @@ def divide(lengths: tuple[int, ...], prompts: Prompts) -> Chunks:
     return Chunks(waves=tuple(waves), place_t=place_t, tokens=first)
 
 
-def gated_delta_rule(
-    query_tgK: Tensor,
-    key_tgK: Tensor,
-    value_tgrV: Tensor,
-    decay_tgr: Tensor,
-    strength_tgr: Tensor,
-    *,
-    lengths: Sequence[int],
-    prompts: Prompts = None,
-) -> Tensor:
-    """Return the outputs of all tokens, [t, g, r, V]; the computation and the result are in fp32, or fp64 for such inputs.
-
-    Args:
-        query_tgK, key_tgK: of any length; they are divided by it.
-        lengths, prompts: segments of the pack, as for ``layers/packing.py``. A segment starts from the state of its
-            prompt, which is computed once.
-    """
-    dtype = torch.promote_types(query_tgK.dtype, torch.float32)
-    chunks = divide(tuple(lengths), prompts)
-
-    query_cg1CK, key_cg1CK = (chunks.lay_out(_unit(x.to(dtype)), dtype).unsqueeze(2) for x in (query_tgK, key_tgK))
-    value_cgrCV = chunks.lay_out(value_tgrV, dtype).transpose(2, 3)
-    strength_cgrC1 = chunks.lay_out(strength_tgr, dtype).transpose(2, 3).unsqueeze(-1)
-    decay_cgrC = chunks.lay_out(decay_tgr, dtype).transpose(2, 3).cumsum(-1)
-    query_cg1CK = query_cg1CK * query_tgK.size(-1) ** -0.5
-
-    between_cgrCC = decay_between(decay_cgrC)
-    from_start_cgrC1 = decay_cgrC.exp().unsqueeze(-1)
-    to_end_cgrC1 = (decay_cgrC[..., -1:] - decay_cgrC).exp().unsqueeze(-1)
-    # solve_triangular takes the diagonal for 1 and ignores what is above it
-    system_cgrCC = key_cg1CK @ key_cg1CK.mT * between_cgrCC * strength_cgrC1
-    right_cgrCX = torch.cat((value_cgrCV, key_cg1CK * from_start_cgrC1), -1) * strength_cgrC1
-    solved_cgrCX = torch.linalg.solve_triangular(system_cgrCC, right_cgrCX, upper=False, unitriangular=True)
-    sizes = [value_tgrV.size(-1), key_tgK.size(-1)]
-    scores_cgrCC = query_cg1CK @ key_cg1CK.mT * between_cgrCC
-    solved_cgrCV, seen_cgrCK = solved_cgrCX.split(sizes, -1)
-    outputs = _scan(
-        chunks,
-        solved_cgrCV,
-        seen_cgrCK,
-        query_cg1CK * from_start_cgrC1,
-        (key_cg1CK * to_end_cgrC1).mT,
-        scores_cgrCC,
-        from_start_cgrC1[..., -1:, :],
-    )
-    return chunks.collect(outputs.transpose(2, 3))
-
-
 def decay_between(decay_cgrC: Tensor) -> Tensor:
-    """Return exp(G_i - G_j) for tokens i and j of a chunk, 0 where j is later than i: [c, g, r, C, C] with i before j."""
+    """Return exp(G_i - G_j) for tokens i and j of a chunk, 0 where j is later than i: [c, g, r, C, C] with i before j.
+
+    ``decay_cgrC`` is G, the sums of the decays from the start of the chunk.
+    """
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_cgrC.device).triu(1)
     return (decay_cgrC.unsqueeze(-1) - decay_cgrC.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-
-
-def _scan(
-    chunks: Chunks,
-    value_cgrCV: Tensor,
-    seen_cgrCK: Tensor,
-    query_cgrCK: Tensor,
-    key_cgrKC: Tensor,
-    scores_cgrCC: Tensor,
-    decay_cgr11: Tensor,
-) -> Tensor:
-    """Return the outputs of all chunks, [c, g, r, C, V], from the states before them, chunk after chunk."""
-
-    def step(now: slice, state_ngrKV: Tensor) -> tuple[Tensor, Tensor]:
-        correction = value_cgrCV[now] - seen_cgrCK[now] @ state_ngrKV
-        output = query_cgrCK[now] @ state_ngrKV + scores_cgrCC[now] @ correction
-        return output, state_ngrKV * decay_cgr11[now] + key_cgrKC[now] @ correction
-
-    return scan(chunks, key_cgrKC.new_zeros(*key_cgrKC.shape[1:4], value_cgrCV.size(-1)), step)
 
 
 def scan(chunks: Chunks, start: Tensor, step: Callable[[slice, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
@@ -163,14 +95,15 @@ def scan(chunks: Chunks, start: Tensor, step: Callable[[slice, Tensor], tuple[Te
     ``start`` is the state at the start of a sequence. ``step`` is called with a slice of chunks that are evaluated together
     and the states before them, [n, ...], and returns their outputs and the states after them.
     """
-    outputs, first = list[Tensor](), 0
+    outputs: list[Tensor] = []
+    first = 0
     finals: Tensor | None = None
     for wave in chunks.waves:
         if finals is not None and wave.before is not None:
             state = finals.index_select(0, wave.before)
         else:
             state = start.expand(len(wave.segments), *start.shape)
-        finished = list[Tensor]()  # states of segments without a further chunk, from the shortest on
+        finished: list[Tensor] = []  # states of segments without a further chunk, from the shortest on
         for count in wave.steps:
             if count < len(state):
                 finished.append(state[count:])
@@ -180,11 +113,6 @@ def scan(chunks: Chunks, start: Tensor, step: Callable[[slice, Tensor], tuple[Te
             first += count
         finals = torch.cat((state, *reversed(finished)))
     return torch.cat(outputs)
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    """Divide vectors by their length over the last dimension."""
-    return vectors * (vectors.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 
 
 def causal_convolution(
@@ -198,10 +126,11 @@ def causal_convolution(
     """Return sum_j weight[:, w - 1 - j] * values[t - j] + bias, [t, channels], rounded once.
 
     Each token sees its own sequence only. Shape suffixes of this function: c channels, w width of the kernel. The other
-    arguments are as for :func:`gated_delta_rule`.
+    arguments are as for :func:`divide`.
     """
     tail = weight_cw.size(1) - 1
-    segments, parts = values_tc.split([*lengths]), list[Tensor]()
+    segments = values_tc.split([*lengths])
+    parts: list[Tensor] = []
     before = values_tc.new_zeros(tail, values_tc.size(1))
     for number, segment in enumerate(segments):
         prompt = None if prompts is None else prompts[number]
@@ -209,7 +138,7 @@ def causal_convolution(
     joined, tokens = torch.cat(parts), values_tc.size(0) + tail * (len(segments) - 1)
     dtype = torch.promote_types(values_tc.dtype, torch.float32)
     mixed = sum(joined[shift : shift + tokens].to(dtype) * weight_cw[:, shift].to(dtype) for shift in range(tail + 1))
-    assert isinstance(mixed, Tensor)
+    assert isinstance(mixed, torch.Tensor)
     if bias_c is not None:
         mixed = mixed + bias_c.to(dtype)
     sizes = [size for length in lengths for size in (length, tail)][:-1]
