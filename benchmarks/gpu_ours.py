@@ -32,8 +32,8 @@ from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.memory.memory import CONTEXT
 from nemo_kto.memory.micro_batches import repeats_keys
+from nemo_kto.memory.rank_memory import CONTEXT
 from nemo_kto.memory.run_plan import make_plan, these_machines
 from nemo_kto.run import build
 from nemo_kto.run.row_counts import counted_rows

@@ -58,8 +58,8 @@ class Job:
         if not any(map(compose.is_auto, overrides)):
             return list(overrides)
         from nemo_kto.memory.run_plan import Machines, these_machines
-        from nemo_kto.memory.speed import known_gpu
         from nemo_kto.tools.plan.auto import settle
+        from nemo_kto.tools.plan.speed import known_gpu
 
         def machines_of(run: ResolvedRun) -> Machines:
             machines = these_machines(run, ranks=run.world_size(self.world), timed=False)

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS
-from nemo_kto.memory.memory import Training, power_of_two
-from nemo_kto.memory.speed import FORWARD_LAUNCHES
+from nemo_kto.memory.rank_memory import Training, power_of_two
 from nemo_kto.mixers.saving import MAX_HEAD_DIM
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, joined, width_multiple
 from nemo_kto.models.flops import ModelFlops, Passes
+from nemo_kto.tools.plan.speed import FORWARD_LAUNCHES
 
 # Number of tokens per micro-batch and rank. On a GPU, small micro-batches waste time on kernel launches and gradient
 # accumulation; :func:`sufficient_tokens` derives the number, and this one is for a run that was not planned. A CPU has no

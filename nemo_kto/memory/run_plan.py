@@ -18,7 +18,6 @@ from nemo_kto.config.schema import GPTConfig
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS, bf16_support, cpu_speed, dtype_of
 from nemo_kto.errors import UserError
-from nemo_kto.memory.memory import RankMemory, Training, stages_memory
 from nemo_kto.memory.micro_batches import (
     MEAN_LENGTH,
     MIN_TOKENS,
@@ -27,8 +26,9 @@ from nemo_kto.memory.micro_batches import (
     micro_batch_limits,
     sufficient_tokens,
 )
-from nemo_kto.memory.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Hardware, Speed, Step, known_gpu, step_speed
+from nemo_kto.memory.rank_memory import RankMemory, Training, stages_memory
 from nemo_kto.models.engine.sequences import MicroBatchLimits
+from nemo_kto.tools.plan.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Hardware, Speed, Step, known_gpu, step_speed
 from nemo_kto.utils.field_errors import echo
 
 Values = dict[str, object]  # keys of the configuration, without "model." -> values
@@ -255,7 +255,7 @@ def degrees(model: GPTConfig) -> tuple[int, int, int]:
 
 
 def gpus_elsewhere(ranks: int, gpu: str) -> Machines:
-    """Return machines with ``ranks`` GPUs of a kind that memory/speed.py lists under the short name ``gpu``."""
+    """Return machines with ``ranks`` GPUs of a kind that memory/hardware.py lists under the short name ``gpu``."""
     return Machines(ranks=ranks, hardware=GPUS[gpu], on_gpu=True)
 
 

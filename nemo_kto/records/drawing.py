@@ -13,9 +13,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_kto.records.plots import Histogram, Plot, Series, plots_of, quality_plot, step_range
 from nemo_kto.records.run_record import RunRecord
 from nemo_kto.tools.report.facts import number_text
-from nemo_kto.tools.report.plots import Histogram, Plot, Series, plots_of, quality_plot, step_range
 from nemo_kto.utils.text import html_text
 
 if TYPE_CHECKING:

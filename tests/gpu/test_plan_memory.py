@@ -14,7 +14,7 @@ from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine, varlen_attention
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads
 from nemo_kto.memory.activations import Activations
-from nemo_kto.memory.memory import CONTEXT
+from nemo_kto.memory.rank_memory import CONTEXT
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_gpt
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
     """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
     from nemo_kto.memory.run_plan import gpus_elsewhere, these_machines
-    from nemo_kto.memory.speed import DEFAULT_GPU
+    from nemo_kto.tools.plan.speed import DEFAULT_GPU
 
     if flags.gpus_per_node is None:
         machines = these_machines(run, timed=timed)

@@ -27,11 +27,11 @@ from nemo_kto.memory.run_plan import (
     values_of,
     with_precision,
 )
-from nemo_kto.memory.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE
 from nemo_kto.processes.ranks import World
 from nemo_kto.tools.plan.auto import settle
 from nemo_kto.tools.plan.plan_text import plan_text, search_text, shortage_text
 from nemo_kto.tools.plan.shortage import find_shortage
+from nemo_kto.tools.plan.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE
 
 _MODEL, _DATA = POSITIONS.values()
 _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from nemo_kto.architecture.lora import adapted_modules, without_experts
 from nemo_kto.architecture.parameters import rank_parameters
-from nemo_kto.memory.memory import CONTEXT
 from nemo_kto.memory.micro_batches import MEAN_LENGTH
+from nemo_kto.memory.rank_memory import CONTEXT
 from nemo_kto.memory.run_plan import Plan, bubble_of_shorter_rows, overrides, remedies, remedy, size, values_of
 from nemo_kto.telemetry.text_table import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from nemo_kto.architecture.stages import ONE_STAGE
-from nemo_kto.memory.memory import RankMemory, rank_memory
+from nemo_kto.memory.rank_memory import RankMemory, rank_memory
 from nemo_kto.memory.run_plan import LORA, Plan, best_layouts, changed, fitting_layouts, make_plan
-from nemo_kto.memory.speed import GPUS_PER_MACHINE
+from nemo_kto.tools.plan.speed import GPUS_PER_MACHINE
 
 _COUNTS = 16  # numbers of GPUs that are tried
 

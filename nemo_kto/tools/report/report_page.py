@@ -11,10 +11,7 @@ from typing import Any
 
 from nemo_kto import __version__
 from nemo_kto.records.drawing import draw, draw_histogram, look
-from nemo_kto.records.run_record import RunRecord
-from nemo_kto.tools.report import facts
-from nemo_kto.tools.report.advice import advice_for, different_data
-from nemo_kto.tools.report.plots import (
+from nemo_kto.records.plots import (
     METRICS,
     Histogram,
     Plot,
@@ -24,6 +21,9 @@ from nemo_kto.tools.report.plots import (
     reward_histograms,
     step_range,
 )
+from nemo_kto.records.run_record import RunRecord
+from nemo_kto.tools.report import facts
+from nemo_kto.tools.report.advice import advice_for, different_data
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
 from nemo_kto.utils.text import html_text

@@ -23,7 +23,7 @@ from nemo_kto.memory.run_plan import (
     size_micro_batches,
     these_machines,
 )
-from nemo_kto.memory.speed import GPUS
+from nemo_kto.tools.plan.speed import GPUS
 from tests.unit.conftest import Load
 from tests.unit.tools.plan.test_plan import LLAMA, MIXTRAL
 

@@ -13,10 +13,10 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.losses.sequence import IGNORED
 from nemo_kto.memory.micro_batches import SharedPrompts, measure
 from nemo_kto.memory.run_plan import Plan, gpus_elsewhere, make_plan, with_shared_prompts
-from nemo_kto.memory.speed import step_traffic
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.tools.plan.plan_text import plan_text
+from nemo_kto.tools.plan.speed import step_traffic
 from tests.unit.conftest import Load
 
 LIMITS = MicroBatchLimits(prompts=None, tokens=512, multiple=1, share_prompts=True)

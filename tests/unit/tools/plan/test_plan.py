@@ -19,9 +19,9 @@ from nemo_kto.device import device
 from nemo_kto.device.precision import CPUSpeed
 from nemo_kto.errors import UserError
 from nemo_kto.memory import run_plan as plan_run
-from nemo_kto.memory.speed import Hardware
 from nemo_kto.tools.plan import plan_command as plan
 from nemo_kto.tools.plan.shortage import _counts
+from nemo_kto.tools.plan.speed import Hardware
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.published_models import CONFIGS
 from tests.unit.conftest import Load

@@ -13,8 +13,8 @@ import pytest
 
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.memory.run_plan import Plan, gpus_elsewhere, make_plan
-from nemo_kto.memory.speed import LINK_EFFICIENCY, MEMORY_EFFICIENCY, step_speed, step_traffic
 from nemo_kto.models.flops import Passes
+from nemo_kto.tools.plan.speed import LINK_EFFICIENCY, MEMORY_EFFICIENCY, step_speed, step_traffic
 from tests.helpers.published_models import CONFIGS
 from tests.unit.conftest import Load
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from nemo_kto.architecture.lora import adapted_mappings
 from nemo_kto.architecture.param_mapping import Split
 from nemo_kto.architecture.segments import split_dimension
-from nemo_kto.memory.memory import Training
+from nemo_kto.memory.rank_memory import Training
 from nemo_kto.models.flops import EXPERTS, MIXER, Block, Flops, Passes
 
 _FP32, _FP64, _INT64 = 4, 8, 8
