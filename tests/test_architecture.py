@@ -116,7 +116,7 @@ PACKAGES = {
     "memory": Package(own=names("device telemetry mixers architecture artifacts models config utils")),
     "records": Package(
         own=names("telemetry artifacts config utils"),
-        outside=names("annotated_types"),
+        outside=names("numpy annotated_types"),
         only_in=(("matplotlib", names("drawing.py")),),
     ),
     "run": Package(
@@ -148,7 +148,8 @@ PACKAGES = {
         own=names("cli config data run memory algorithms artifacts telemetry utils"), outside=names("click numpy")
     ),
     "tools/plan": Package(
-        own=names("cli config memory mixers architecture models device data run utils"), outside=names("click")
+        own=names("cli run memory config algorithms models mixers architecture telemetry processes device data utils"),
+        outside=names("click"),
     ),
     "tools/report": Package(
         own=names("cli records data telemetry artifacts config utils"),

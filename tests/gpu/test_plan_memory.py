@@ -75,12 +75,13 @@ def test_a_pack_saves_the_planned_bytes(family: str, changes: dict[str, Any], re
 
 
 def test_a_run_uses_the_planned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_kto.memory import run_plan as plan_run
+    from nemo_kto.memory.hardware import Machines
+    from nemo_kto.memory.run_plan import make_plan
 
     plans = []
 
-    def planned(run: ResolvedRun, machines: plan_run.Machines, *, longest: int | None = None) -> None:
-        plans.append(plan_run.make_plan(run, machines))
+    def planned(run: ResolvedRun, machines: Machines, *, longest: int | None = None) -> None:
+        plans.append(make_plan(run, machines))
 
     monkeypatch.setattr("nemo_kto.run.build.check_memory", planned)
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}

@@ -13,7 +13,8 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.memory.rank_memory import Training
-from nemo_kto.tools.plan.speed import Step, step_traffic
+from nemo_kto.memory.run_plan import Step
+from nemo_kto.tools.plan.speed import step_traffic
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train

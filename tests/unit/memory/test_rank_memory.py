@@ -16,10 +16,12 @@ from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import logprobs
 from nemo_kto.memory import rank_memory as planner_memory
 from nemo_kto.memory.activations import Activations
+from nemo_kto.memory.hardware import GPUS
 from nemo_kto.memory.rank_memory import RankMemory, Training, rank_memory, stages_memory
+from nemo_kto.memory.run_plan import Step
 from nemo_kto.models.engine import adam
 from nemo_kto.models.flops import ModelFlops, Passes
-from nemo_kto.tools.plan.speed import GPUS, Step, step_speed, step_traffic
+from nemo_kto.tools.plan.speed import step_speed, step_traffic
 from tests.helpers.tiny_models import make_checkpoint
 
 TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64

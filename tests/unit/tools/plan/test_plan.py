@@ -8,6 +8,7 @@ import shlex
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,10 +19,13 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.device.precision import CPUSpeed
 from nemo_kto.errors import UserError
-from nemo_kto.memory import run_plan as plan_run
+from nemo_kto.memory import hardware
+from nemo_kto.memory.hardware import Hardware, Machines, gpus_elsewhere
+from nemo_kto.memory.memory_check import check_memory
+from nemo_kto.memory.run_plan import make_plan, place_reference
+from nemo_kto.tools.plan import layouts
 from nemo_kto.tools.plan import plan_command as plan
 from nemo_kto.tools.plan.shortage import _counts
-from nemo_kto.tools.plan.speed import Hardware
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.published_models import CONFIGS
 from tests.unit.conftest import Load
@@ -167,15 +171,14 @@ def test_a_layout_is_preferred_from_90_percent_of_the_best_speed_on(
     seconds: tuple[float, float], preferred: int, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On equal memory the fewer tensor-parallel ranks."""
-    of_speed = iter(seconds)
     run = ResolvedRun.of(load(MODEL, "trainer.precision=bf16"))
-    base = plan_run.make_plan(run.with_model(tensor_model_parallel_size=2), plan_run.gpus_elsewhere(8, "h100"))
-    other = plan_run.make_plan(run, base.machines)
+    base = make_plan(run.with_model(tensor_model_parallel_size=2), gpus_elsewhere(8, "h100"))
+    other = make_plan(run, base.machines)
     other = replace(other, stages=base.stages)
-    for each in (base, other):
-        each.__dict__["speed"] = replace(base.speed, seconds=next(of_speed))
-    monkeypatch.setattr(plan_run, "fitting_layouts", lambda plan: iter((base, other)))
-    assert plan_run.best_layouts(base, 1) == [(base, other)[preferred]]
+    of_plan = dict(zip((id(base), id(other)), seconds, strict=True))
+    monkeypatch.setattr(layouts, "speed_of", lambda plan: SimpleNamespace(seconds=of_plan[id(plan)]))
+    monkeypatch.setattr(layouts, "fitting_layouts", lambda plan: iter((base, other)))
+    assert layouts.best_layouts(base, 1) == [(base, other)[preferred]]
 
 
 MOMENTS = "model.micro_batch_tokens=2048 model.optim.moments_dtype=bf16"
@@ -219,7 +222,7 @@ def test_on_this_machine(
     busy: float, load: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "host_memory_bytes", lambda: 64 * 10**9)
-    monkeypatch.setattr(plan_run, "cpu_speed", lambda dtype, *, threads: CPUSpeed(flops=1e12, busy=busy))
+    monkeypatch.setattr(hardware, "cpu_speed", lambda dtype, *, threads: CPUSpeed(flops=1e12, busy=busy))
     status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", *ATTENTION)
     assert status == plan.DOES_NOT_FIT
     assert table["weights"] == "32.2 GB"
@@ -288,7 +291,7 @@ def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
     for mode, passes in (("swap", swapped), ("cached", cached)):
         chosen = [f"model.{recipe.name}.preference_loss={loss}", f"model.reference.mode={mode}"]
         run = ResolvedRun.of(load(MODEL, "trainer.precision=bf16", *chosen, recipe=recipe))
-        assert plan_run.make_plan(run, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
+        assert make_plan(run, gpus_elsewhere(8, "h100")).step.forward_only == passes
 
 
 def test_a_run_that_cannot_fit_is_refused(load: Load) -> None:
@@ -296,9 +299,9 @@ def test_a_run_that_cannot_fit_is_refused(load: Load) -> None:
     run = ResolvedRun.of(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
 
     def check(memory: float, longest: int | None) -> str | None:
-        hardware = Hardware(name="this machine", memory=memory, flops={}, measured=True)
-        machines = plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False)
-        return plan_run.check_memory(run, machines, longest=longest)
+        device = Hardware(name="this machine", memory=memory, flops={}, measured=True)
+        machines = Machines(ranks=1, hardware=device, on_gpu=False)
+        return check_memory(run, machines, longest=longest)
 
     with pytest.raises(UserError) as error:
         check(128e9, None)
@@ -323,11 +326,11 @@ def test_a_run_that_cannot_fit_is_refused(load: Load) -> None:
 def test_where_a_swapped_reference_is_kept(gpu: str, setting: str, place: str, names: list[str], load: Load) -> None:
     """8 billion parameters in bf16 on 8 ranks: 16 GB of weights, 32 of gradients, 12 of optimizer state, 16 of the copy."""
     keys = ["trainer.precision=bf16", "model.reference.mode=swap", f"model.reference.device={setting}"]
-    run, machines = ResolvedRun.of(load(MODEL, *keys)), plan_run.gpus_elsewhere(8, gpu)
-    found, reason = plan_run.place_reference(run, machines, longest=2048)
+    run, machines = ResolvedRun.of(load(MODEL, *keys)), gpus_elsewhere(8, gpu)
+    found, reason = place_reference(run, machines, longest=2048)
     assert found == place
     assert all(name in reason for name in names)
     chosen = run.with_reference_memory(found, reason)
-    for made in (plan_run.make_plan(run, machines), plan_run.make_plan(chosen, machines)):
+    for made in (make_plan(run, machines), make_plan(chosen, machines)):
         assert made.training.reference_on_gpu is (place == "gpu")
         assert made.largest.host == made.largest.checkpoint + (place == "cpu") * made.largest.reference
