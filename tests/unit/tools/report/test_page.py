@@ -16,14 +16,15 @@ import pytest
 from docs.site.pages import DOCS
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.records.plots import common_bins
 from nemo_kto.records.run_record import FINISHED, RUN_FILE, RUNNING, RunRecord, begin_run, end_run, read_run
 from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.tools.report import report_command as report
-from nemo_kto.tools.report.facts import MINUS, answers
+from nemo_kto.tools.report.facts import answers
+from nemo_kto.tools.report.histograms import common_bins
 from nemo_kto.tools.report.report_page import content_of, html
 from nemo_kto.utils.locks import this_process
+from nemo_kto.utils.text import MINUS
 from tests.helpers.run_folders import changed, data_of, healthy, write_extras, write_run
 
 
