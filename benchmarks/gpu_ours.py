@@ -40,7 +40,7 @@ from nemo_kto.run import build
 from nemo_kto.run.row_counts import counted_rows
 from nemo_kto.run.start_summary import start_lines
 from nemo_kto.telemetry.text_table import table
-from nemo_kto.telemetry.throughput import device_peak_flops
+from nemo_kto.telemetry.watch import device_peak_flops
 from nemo_kto.tools.plan.speed import speed_of
 
 UNCOUNTED = 2  # steps of a setting in which kernels are compiled and memory is first allocated

@@ -70,8 +70,8 @@ from nemo_kto.run.start_summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.text_table import table
-from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+from nemo_kto.telemetry.watch import device_peak_flops
 from nemo_kto.tools.plan.auto import START
 from nemo_kto.utils.text import redacted_value
 

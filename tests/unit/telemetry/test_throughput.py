@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_kto.telemetry.throughput import device_peak_flops, throughput
+from nemo_kto.telemetry.watch import device_peak_flops, throughput
 
 
 def test_metrics_of_a_step() -> None:
