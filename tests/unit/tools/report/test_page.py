@@ -175,8 +175,8 @@ def test_runs_are_compared_where_they_can_be(tmp_path: Path) -> None:
     html = html_of(*runs)
     assert re.findall(r'class="best">([^<]*)<', html) == ["0.3"], "equal values are not marked"
     assert_output("report/equal_rows", shown_text(html, tmp_path))  # in other files
-    facts = {"validation rows": {"sha256": "b" * 64, "from": "9 rows"}}
-    html = html_of(runs[0], dataclasses.replace(runs[1], run={**runs[1].run, "facts": facts}))
+    others = {"validation rows": {"sha256": "b" * 64, "from": "9 rows"}}
+    html = html_of(runs[0], dataclasses.replace(runs[1], run={**runs[1].run, "facts": others}))
     assert 'class="best">' not in html, "on other validation rows"
     assert_output("report/other_rows", shown_text(html, tmp_path))
 
