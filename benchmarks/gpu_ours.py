@@ -32,14 +32,16 @@ from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.memory.memory import CONTEXT
+from nemo_kto.memory.hardware import these_machines
 from nemo_kto.memory.micro_batches import repeats_keys
-from nemo_kto.memory.run_plan import make_plan, these_machines
+from nemo_kto.memory.rank_memory import CONTEXT
+from nemo_kto.memory.run_plan import make_plan
 from nemo_kto.run import build
 from nemo_kto.run.row_counts import counted_rows
 from nemo_kto.run.start_summary import start_lines
 from nemo_kto.telemetry.text_table import table
-from nemo_kto.telemetry.throughput import device_peak_flops
+from nemo_kto.telemetry.watch import device_peak_flops
+from nemo_kto.tools.plan.speed import speed_of
 
 UNCOUNTED = 2  # steps of a setting in which kernels are compiled and memory is first allocated
 SHOWN = 40  # kernels of a profile
@@ -192,7 +194,7 @@ def train(words: list[str], *, steps: int, profiled: bool) -> dict[str, Any]:
             **summary(watch, profiled=profiled, peak_flops=peak_flops),
             "peak GB": device.peak_memory_bytes() / 1e9,
             "planned GB": (plan.largest.device - CONTEXT) / 1e9,
-            "planned seconds": plan.speed.seconds,
+            "planned seconds": speed_of(plan).seconds,
             "micro-batch tokens": run.micro_batch_tokens or run.cfg.model.micro_batch_tokens,
             "reference on": run.reference_memory,
             "layers of Transformer Engine": any(type(part).__name__.startswith("TE") for part in policy.chunks[0].modules()),

@@ -118,7 +118,7 @@ PACKAGES = {
     "memory": Package(own=names("device telemetry layers mixers architecture artifacts models config utils")),
     "records": Package(
         own=names("telemetry artifacts config utils"),
-        outside=names("annotated_types"),
+        outside=names("numpy annotated_types"),
         only_in=(("matplotlib", names("drawing.py")),),
     ),
     "run": Package(
@@ -150,12 +150,17 @@ PACKAGES = {
         own=names("cli config data run memory algorithms artifacts telemetry utils"), outside=names("click numpy")
     ),
     "tools/plan": Package(
-        own=names("cli config memory mixers architecture models device data run utils"), outside=names("click")
+        own=names("cli run memory config algorithms models mixers architecture telemetry processes device data utils"),
+        outside=names("click"),
     ),
     "tools/report": Package(
         own=names("cli records data telemetry artifacts config utils"),
         outside=names("click numpy annotated_types"),
-        only_in=(("jinja2", names("report_page.py")), ("markupsafe", names("report_page.py"))),
+        only_in=(
+            ("jinja2", names("report_page.py")),
+            ("markupsafe", names("report_page.py")),
+            ("matplotlib", names("svg.py")),
+        ),
     ),
     "tools/rounds": Package(
         own=names("tools/inference cli data artifacts records telemetry utils"),
@@ -469,7 +474,7 @@ SHARED = (
     "models/nlp/gpt/megatron_gpt_model.py",
     *(
         str(file.relative_to(PACKAGE))
-        for package in ("config", "run", "memory", "records", "cli")
+        for package in ("config", "run", "memory", "cli")
         for file in sorted((PACKAGE / package).rglob("*.py"))
         if file.name != "keys.py"  # has examples
     ),

@@ -13,7 +13,7 @@ from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.cli import main
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import console
-from nemo_kto.telemetry.throughput import throughput
+from nemo_kto.telemetry.watch import throughput
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE = REPOSITORY / "docs" / "reference"

@@ -17,8 +17,7 @@ from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Train
 from nemo_kto.losses.metrics import Metrics, metric_prefix
 from nemo_kto.losses.rewards import Rewards
 from nemo_kto.telemetry.evaluations import ExtremeRow, RewardHistogram, Sample
-from nemo_kto.telemetry.throughput import throughput
-from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
+from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest, throughput
 
 logger = logging.getLogger(__name__)
 _MEANS = ("timing/", "train/grad_norm")  # prefixes of the values that are averaged over the steps of a log line

@@ -65,8 +65,8 @@ def is_set(key: str, overrides: Iterable[str]) -> bool:
 
 
 def gpu_kind(text: str) -> str:
-    """Return the key of ``planner.speed.GPUS`` for an argument in any case, such as H100; argparse's error for another."""
-    from nemo_kto.memory.speed import GPUS
+    """Return the key of ``memory.hardware.GPUS`` for an argument in any case, such as H100; argparse's error for another."""
+    from nemo_kto.memory.hardware import GPUS
 
     if text.lower() not in GPUS:
         raise argparse.ArgumentTypeError(f"must be {either(list(GPUS))}, got {text}; for another kind, give --memory GB too")

@@ -57,8 +57,7 @@ class Job:
         """Return the overrides with a layout in the place of recipe=auto, and print it; raise InvalidConfig for mistakes."""
         if not any(map(compose.is_auto, overrides)):
             return list(overrides)
-        from nemo_kto.memory.run_plan import Machines, these_machines
-        from nemo_kto.memory.speed import known_gpu
+        from nemo_kto.memory.hardware import Machines, known_gpu, these_machines
         from nemo_kto.tools.plan.auto import settle
 
         def machines_of(run: ResolvedRun) -> Machines:

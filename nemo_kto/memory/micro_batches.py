@@ -17,8 +17,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.layers.packing import MAX_HEAD_DIM
-from nemo_kto.memory.memory import Training, power_of_two
-from nemo_kto.memory.speed import FORWARD_LAUNCHES
+from nemo_kto.memory.rank_memory import Training, power_of_two
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, joined, width_multiple
 from nemo_kto.models.flops import ModelFlops, Passes
 
@@ -37,6 +36,7 @@ _LAUNCH_SHARE = 0.5  # of the time in which the GPU runs them: the rest is a res
 _ACCUMULATION_SHARE = 0.01  # of a step, for adding the weight gradients of a micro-batch to their fp32 sums
 _SUM_BYTES = 8  # read and written per weight
 _IN_PIPELINE = 4  # micro-batches of each stage: with these the bubble is at most a fifth of a step
+FORWARD_LAUNCHES = 2e-4  # seconds of the host for the kernels of a layer, about 30 of 6 to 7 microseconds; an assumption
 MEAN_LENGTH = 0.25  # of the rows, as a fraction of the maximum length, before they are read; an assumption
 
 
@@ -153,12 +153,9 @@ def repeats_keys(run: ResolvedRun) -> bool:
     """Return whether attention of packs gets keys and values repeated for each query head, on the GPU of this rank."""
     if not device.on_gpu():
         return False
-    from nemo_kto.device.kernels import uses_transformer_engine
-    from nemo_kto.layers.attention import RepeatedHeads, packed_attention
+    from nemo_kto.models import gpt  # not for a plan: imports megatron-core
 
-    if uses_transformer_engine(run.dtype) and not run.architecture.unsupported_by_te:
-        return False
-    return isinstance(packed_attention(run.dtype), RepeatedHeads)
+    return gpt.repeats_keys(run.architecture, run.dtype)
 
 
 _BATCHES = 16  # global batches that are measured: the first ones of the first epoch, in its random order

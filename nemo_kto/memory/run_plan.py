@@ -1,23 +1,14 @@
-"""Estimate the memory and the speed of a run from its configuration, before anything is built."""
+"""The plan of a run: its micro-batches, steps and memory, estimated from its configuration before anything is built."""
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
-from typing import Any
 
-from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.layout_rules import expert_rules, mixer_rules, pipeline_rules, rank_rules
 from nemo_kto.config.schema import GPTConfig
-from nemo_kto.device import device
-from nemo_kto.device.precision import PRECISIONS, bf16_support, cpu_speed, dtype_of
-from nemo_kto.errors import UserError
-from nemo_kto.memory.memory import RankMemory, Training, stages_memory
+from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of
+from nemo_kto.memory.hardware import Machines, known_gpu
 from nemo_kto.memory.micro_batches import (
     MEAN_LENGTH,
     MIN_TOKENS,
@@ -26,12 +17,11 @@ from nemo_kto.memory.micro_batches import (
     micro_batch_limits,
     sufficient_tokens,
 )
-from nemo_kto.memory.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Hardware, Speed, Step, known_gpu, step_speed
-from nemo_kto.mixers.param_mapping import Layers
+from nemo_kto.memory.rank_memory import RankMemory, Training, stages_memory
 from nemo_kto.models.engine.sequences import MicroBatchLimits
-from nemo_kto.utils.field_errors import echo
 
 Values = dict[str, object]  # keys of the configuration, without "model." -> values
+AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 # Part of the memory of a GPU that a run may need by the estimate with the reference in it, and with the default number of
 # tokens of a micro-batch. The rest is a reserve: an allocation that fails would end the run, and a swap from host memory or
 # a smaller micro-batch costs a few percent of a step.
@@ -39,17 +29,35 @@ ROOM = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machines:
-    """Machines of a run."""
+class Step:
+    """Passes through the model in a step."""
 
-    ranks: int
-    hardware: Hardware  # device of each rank; its memory is that of one rank
-    on_gpu: bool
-    repeats_keys: bool = False  # their attention of packed sequences gets keys and values repeated for each query head
+    rows: int  # sequences of the global batch, each with a forward and a backward pass
+    width: int  # tokens per sequence: the mean over the rows, or the maximum before they are read
+    micro_batches: int  # of a data-parallel rank, of rows of this length
+    answer: int | None = None  # tokens per sequence whose log-prob is computed; None for all but the first
+    # Forward passes without gradient, each over ``rows`` sequences: for KL examples, for a loss that looks ahead, and for a
+    # reference that is evaluated.
+    forward_only: int
+    disabled: int = 0  # of these, passes of a reference that is the model with adapters disabled
+    # Fractions of the tokens and of the FLOPs of separate sequences that are computed: below 1 if answers share prompts.
+    computed_tokens: float = 1.0
+    computed_flops: float = 1.0
 
-    def with_memory(self, memory: float) -> Machines:
-        """Return the same machines with another memory size per rank."""
-        return replace(self, hardware=replace(self.hardware, memory=memory))
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are trained on."""
+        return self.rows * self.width
+
+    @property
+    def computed(self) -> float:
+        """Number of tokens of a pass, on average over the passes of a step."""
+        return self.tokens * self.computed_tokens
+
+    @property
+    def answers(self) -> int:
+        """Number of tokens whose log-prob is computed."""
+        return self.rows * (self.width - 1 if self.answer is None else self.answer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +89,6 @@ class Plan:
         """Bytes that a rank needs independently of the data: the maximum on GPUs, the mean if ranks share a memory."""
         needs = [memory.static for memory in self.stages]
         return max(needs) if self.machines.on_gpu else sum(needs) / len(needs)
-
-    @functools.cached_property
-    def speed(self) -> Speed:
-        """Estimated speed of a step."""
-        return step_speed(self.training, self.step, self.machines.hardware)
 
 
 def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
@@ -254,34 +257,6 @@ def degrees(model: GPTConfig) -> tuple[int, int, int]:
     return model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
 
 
-def gpus_elsewhere(ranks: int, gpu: str) -> Machines:
-    """Return machines with ``ranks`` GPUs of a kind that memory/speed.py lists under the short name ``gpu``."""
-    return Machines(ranks=ranks, hardware=GPUS[gpu], on_gpu=True)
-
-
-def these_machines(run: ResolvedRun, *, ranks: int | None = None, local: int | None = None, timed: bool = True) -> Machines:
-    """Return the machines of a run that is started on this machine; without GPUs its ranks share memory and processors.
-
-    The precision of the run must not be auto. ``ranks``, and ``local`` on this machine, are those that already run; None to
-    use the configuration's. ``timed``: time matrix products on a CPU, which an estimate of the speed needs.
-    """
-    ranks, local = ranks or run.world_size(), local or run.local_ranks
-    if run.gpus:
-        name, memory = device.device_name(), float(device.total_memory_bytes())
-        known = known_gpu(name) or GPUS[DEFAULT_GPU]
-        return Machines(ranks=ranks, hardware=replace(known, name=name, memory=memory), on_gpu=True)
-    threads = max(1, len(os.sched_getaffinity(0)) // local)
-    speed = cpu_speed(run.dtype, threads=threads) if timed else None
-    hardware = Hardware(
-        name="this machine" if local == 1 else f"this machine, shared by {local} ranks",
-        memory=device.host_memory_bytes() / local,
-        flops={} if speed is None else {run.dtype.itemsize: speed.flops},
-        measured=True,
-        busy=1.0 if speed is None else speed.busy,
-    )
-    return Machines(ranks=ranks, hardware=hardware, on_gpu=False)
-
-
 def with_precision(run: ResolvedRun, *, on_gpu: bool) -> ResolvedRun:
     """Return the run with trainer.precision bf16 or 32; auto is resolved for GPUs, or for this machine."""
     precision = PRECISIONS[run.cfg.trainer.precision]
@@ -290,207 +265,6 @@ def with_precision(run: ResolvedRun, *, on_gpu: bool) -> ResolvedRun:
     return run.with_precision(precision, run.precision_reason)
 
 
-def check_memory(run: ResolvedRun, machines: Machines, *, longest: int | None = None) -> str | None:
-    """Return a warning about a run that may not fit into memory; raise a UserError for one that cannot fit.
-
-    Weights, gradients, optimizer state and a reference on the host do not depend on the data: if they alone exceed the
-    memory, the run would certainly fail later. The memory of a pass is estimated for sequences of ``longest`` tokens; None
-    before the rows have been read, for no warning.
-    """
-    if longest is not None:
-        run = run.with_model(data=run.cfg.model.data.model_copy(update={"seq_length": longest}))
-    plan = make_plan(run, machines)
-    available = f"{size(machines.hardware.memory)} of {machines.hardware.name}"
-    if plan.static > machines.hardware.memory:
-        raise UserError(
-            f"weights, gradients, optimizer and reference of this run need {size(plan.static)} for each rank, got "
-            f"{available}; {remedy(plan)} (`nemo-kto plan {run.cfg.recipe.name}` with the same keys shows all of it)"
-        )
-    if longest is None or plan.fits:
-        return None
-    need = f"the run may need {size(plan.largest.device)} for each rank with its longest sequences, of {longest:,} tokens"
-    return f"{need}, but has {available}; {remedy(plan)}"
-
-
-def remedy(plan: Plan) -> str:
-    """Return advice on a plan that does not fit, such as "use model.tensor_model_parallel_size=8"."""
-    found = remedies(plan)
-    return f"use {', or '.join(found)}" if found else "use more ranks, or a smaller model"
-
-
 def size(count: float) -> str:
     """Format a number of bytes; 1 GB is 10^9 bytes."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
-
-
-_FULL: Values = {
-    "activations_checkpoint_granularity": "full",
-    "activations_checkpoint_method": "uniform",
-    "activations_checkpoint_num_layers": 1,
-}
-_NONE: Values = dict.fromkeys(_FULL)
-_RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
-_ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
-LORA: Values = {"peft.peft_scheme": "lora"}
-_CLOSE = 0.9  # fraction of the best speed from which on the layout with more free memory is preferred
-_CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
-_CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
-AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-
-
-def layouts(plan: Plan) -> Iterator[Values]:
-    """Yield the model settings of every layout of the same number of ranks that the rules allow.
-
-    Tensor parallelism stays within a machine and is always combined with sequence parallelism, which has no extra cost.
-    Context parallelism is considered only for long sequences. Partitions into stages are even; embedding and loss may each
-    count as one layer. Every layout has the settings in ``plan.fixed``.
-    """
-    ranks, architecture = plan.machines.ranks, plan.training.architecture
-    of_row = plan.step.rows // plan.run.cfg.model.global_batch_size * plan.training.micro_batch_width
-    fixed_axes = {axis: size for axis, size in plan.fixed.items() if axis in AXES}
-    for tensor, pipeline, context in product(_divisors(ranks), repeat=3):
-        if ranks % (tensor * pipeline * context):
-            continue
-        experts = _expert_degrees(architecture, ranks // pipeline)
-        for chunks, counts_ends, of_experts in product(_CHUNKS, (False, True), experts):
-            layout = {
-                "tensor_model_parallel_size": tensor,
-                "pipeline_model_parallel_size": pipeline,
-                "context_parallel_size": context,
-                "sequence_parallel": tensor > 1,
-                "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-                "account_for_embedding_in_pipeline_split": counts_ends,
-                "account_for_loss_in_pipeline_split": counts_ends,
-                "micro_batch_size": None,
-                **of_experts,
-                **_NONE,
-            }
-            if any(layout.get(axis, size) != size for axis, size in fixed_axes.items()):
-                continue
-            if _is_possible(plan, plan.run.with_model(**{**layout, **plan.fixed})):
-                for recompute, rows in product(_RECOMPUTE, _ROWS):
-                    yield {**layout, **recompute, "micro_batch_tokens": rows * of_row, **plan.fixed}
-
-
-def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
-    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model."""
-    if architecture.experts is None:
-        return [{}]
-    sizes = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
-    return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in sizes]
-
-
-def fitting_layouts(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan of every layout that fits; larger micro-batches of one that does not are not tried."""
-    too_large: Values = {}
-    for values in layouts(plan):
-        without_size = {**values, "micro_batch_tokens": None}
-        if without_size == too_large:
-            continue
-        found = make_plan(plan.run.with_model(**values), plan.machines)
-        if found.fits:
-            yield found
-        else:
-            too_large = without_size
-
-
-def best_layouts(plan: Plan, count: int) -> list[Plan]:
-    """Return ``count`` layouts that fit, one per combination of sizes: the preferred one, then the fastest others.
-
-    Of a combination the fastest is taken, on a tie the one with the larger micro-batch. The preferred layout is the one that
-    leaves the most memory (to a GB), on a tie with the fewest tensor-parallel ranks, of those that reach 90 % of the best
-    speed: the estimates of their speeds differ by less than their error, and free memory prevents failed allocations.
-    """
-    best: dict[tuple[int, ...], Plan] = {}
-    for found in sorted(fitting_layouts(plan), key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
-        best.setdefault((*degrees(found.run.cfg.model), found.run.cfg.model.expert_model_parallel_size), found)
-    fastest = list(best.values())
-    close = [each for each in fastest if fastest[0].speed.seconds >= _CLOSE * each.speed.seconds]
-    close.sort(key=lambda each: (round(each.largest.device / 1e9), each.training.tensor_parallel))
-    return [*close[:1], *(each for each in fastest if each is not close[0])][:count]
-
-
-def remedies(plan: Plan, *, lora: bool = True) -> list[str]:
-    """Return alternative overrides that each make the run fit on the same ranks.
-
-    There is at most one of each kind, the first in the order of increasing effect. If no single kind suffices, a combination
-    of several is returned; if that does not suffice either, moments in bf16, or else, with ``lora``, LoRA.
-    """
-    model = plan.run.cfg.model
-    one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
-    tensor: list[Values] = [
-        {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
-    ]
-    pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
-    context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
-
-    def fits(change: Values) -> bool:
-        run = changed(plan.run, change)
-        return _is_possible(plan, run) and make_plan(run, plan.machines).fits
-
-    of_stage = plan.machines.ranks // plan.training.split.stages
-    instances = model.optim.num_distributed_optimizer_instances
-    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
-    sharded: list[Values] = [{"optim.num_distributed_optimizer_instances": 1}] if instances > 1 else []
-    together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
-    narrow: list[Values] = []
-    if model.optim.use_distributed_optimizer and not model.optim.offload_fraction:
-        moments: Values = {"optim.moments_dtype": "bf16"}
-        narrow = [moments, {**one_row, **moments}, {**_FULL, **one_row, **moments}]
-    for kinds in (
-        [sharded, [one_row], [_FULL], tensor, pipeline, context, experts],
-        [together],
-        [narrow],
-        [[LORA, {**_FULL, **one_row, **LORA}] if lora else []],
-    ):
-        found = [next(filter(fits, changes), None) for changes in kinds]
-        if any(found):
-            return [overrides(change) for change in found if change is not None]
-    return []
-
-
-def values_of(plan: Plan) -> Values:
-    """Return the model settings that define the layout of a plan."""
-    kinds = ["tensor_model", "pipeline_model", "virtual_pipeline_model"]
-    kinds += ["context"] * (plan.training.context_parallel > 1)
-    names = [*(f"{kind}_parallel_size" for kind in kinds), "sequence_parallel", *_FULL, "micro_batch_tokens"]
-    if plan.training.split.counts_embedding or plan.training.split.counts_loss:
-        names += [f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")]
-    if plan.training.architecture.experts is not None:
-        names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
-    return {name: getattr(plan.run.cfg.model, name) for name in names}
-
-
-def overrides(values: Values) -> str:
-    """Format model settings as command-line overrides, without those that are null."""
-    return " ".join(f"model.{name}={echo(value)}" for name, value in values.items() if value is not None)
-
-
-def changed(run: ResolvedRun, values: Values) -> ResolvedRun:
-    """Return the run with other model settings; a name with a dot is one in a section."""
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
-        section, _, inner = name.rpartition(".")
-        if section:
-            value = changes.get(section, getattr(run.cfg.model, section)).model_copy(update={inner: value})
-        changes[section or name] = value
-    return run.with_model(**changes)
-
-
-def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
-    """Return whether the rules of a configuration allow the layout of a run, and its sequences are long enough for it."""
-    model, architecture = run.cfg.model, plan.training.architecture
-    tensor, _, context = degrees(model)
-    broken_rules = chain(
-        rank_rules(run, plan.machines.ranks),
-        pipeline_rules(run, architecture.num_layers),
-        expert_rules(run, *run.files.config),
-        mixer_rules(run),
-    )
-    is_long = context in (1, plan.training.context_parallel) or plan.training.micro_batch_width // (2 * context) >= _CHUNK
-    divides_mlps = not any(architecture.layers_with[Layers.DENSE]) or architecture.ffn_hidden_size % tensor == 0
-    return is_long and tensor <= GPUS_PER_MACHINE and divides_mlps and not any(broken_rules)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -23,7 +23,7 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
-from nemo_kto.layers.attention import PackedSequences
+from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, packed_attention
 from nemo_kto.models.transformer import block_spec, transformer_config
 
 
@@ -242,3 +242,10 @@ def build_chunks(architecture: Architecture, *, split: PipelineSplit = ONE_STAGE
         )
         for chunk in range(split.chunks)
     ]
+
+
+def repeats_keys(architecture: Architecture, dtype: torch.dtype) -> bool:
+    """Return whether attention of packs gets keys and values repeated for each query head, on the GPU of this rank."""
+    if uses_transformer_engine(dtype) and not architecture.unsupported_by_te:
+        return False
+    return isinstance(packed_attention(dtype), RepeatedHeads)

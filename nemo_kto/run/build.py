@@ -39,8 +39,10 @@ from nemo_kto.device import device
 from nemo_kto.device.precision import dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
+from nemo_kto.memory.hardware import Machines, these_machines
+from nemo_kto.memory.memory_check import check_memory
 from nemo_kto.memory.micro_batches import micro_batch_limits, repeats_keys
-from nemo_kto.memory.run_plan import Machines, check_memory, place_reference, size_micro_batches, these_machines
+from nemo_kto.memory.run_plan import place_reference, size_micro_batches
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
@@ -68,8 +70,8 @@ from nemo_kto.run.start_summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.text_table import table
-from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+from nemo_kto.telemetry.watch import device_peak_flops
 from nemo_kto.tools.plan.auto import START
 from nemo_kto.utils.text import redacted_value
 

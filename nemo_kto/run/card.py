@@ -32,9 +32,8 @@ from nemo_kto.errors import UserError, plural
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.telemetry.loggers import METRICS_FILE
-from nemo_kto.tools.report.facts import value_text
 from nemo_kto.utils.files import load_yaml, read_bytes, read_json
-from nemo_kto.utils.text import markdown_code, markdown_table, markdown_text, mixture_name
+from nemo_kto.utils.text import markdown_code, markdown_table, markdown_text, mixture_name, value_text
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,6 @@ _MAX_READ = 10_000  # warnings of a file that are read
 _MAX_WARNINGS = 1000  # a program that warns more often says nothing new
 logger = logging.getLogger(__name__)
 _RUN_ID = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # run id of a tracking service
-_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read by mlflow; its default of 7 retries takes minutes
 
 
 class JsonLines:
@@ -244,10 +243,9 @@ def check_loggers(
     samples: bool = False,
     val_prefixes: Sequence[str] = (),
 ) -> None:
-    """Raise a UserError that names all loggers of a new run that :class:`RunLogger` could not open with these arguments.
+    """Raise a UserError that names all loggers whose package or file :class:`RunLogger` could not open; nothing is written.
 
-    The packages are imported and the tracking services are contacted; nothing is written, and no run is started in a
-    service.
+    A tracking service is first contacted when its run starts.
     """
 
     def check_tensorboard() -> None:
@@ -259,15 +257,13 @@ def check_loggers(
     }
     if tensorboard:
         checks["tensorboard"] = check_tensorboard
-    if wandb is not None:
-        checks["wandb"] = lambda: _check_wandb(wandb)
-    if mlflow is not None:
-        checks["mlflow"] = lambda: _check_mlflow(mlflow)
+    services = {"wandb": wandb, "mlflow": mlflow}
+    checks |= {name: partial(import_package, name) for name, given in services.items() if given is not None}
     failures = []
     for name, check in checks.items():
         try:
             check()
-        except Exception as error:  # tracking services may raise any exception
+        except Exception as error:  # an incompatible package may raise any exception
             failures.append(_cannot_open(name, _one_line(error)))
     if failures:
         raise UserError("\n  ".join(["nothing was started:", *failures]) if len(failures) > 1 else failures[0])
@@ -284,24 +280,6 @@ def _check_path(path: Path, right_kind: Callable[[Path], bool]) -> None:
         raise FileExistsError(f"{path} exists and is of another kind")
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(f"{path} cannot be written")
-
-
-def _check_wandb(arguments: Mapping[str, object]) -> None:
-    wandb = import_package("wandb")
-    if not arguments.get("offline") and os.environ.get("WANDB_MODE", "online") == "online":
-        wandb.login(verify=True)
-
-
-def _check_mlflow(arguments: Mapping[str, object]) -> None:
-    mlflow = import_package("mlflow")
-    if tracking_uri := arguments.get("tracking_uri"):
-        is_set = _MLFLOW_RETRIES in os.environ
-        os.environ.setdefault(_MLFLOW_RETRIES, "1")
-        try:
-            mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
-        finally:
-            if not is_set:
-                del os.environ[_MLFLOW_RETRIES]
 
 
 def import_package(module: str, *, package: str | None = None) -> Any:

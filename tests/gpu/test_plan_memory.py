@@ -14,7 +14,7 @@ from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine, varlen_attention
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads
 from nemo_kto.memory.activations import Activations
-from nemo_kto.memory.memory import CONTEXT
+from nemo_kto.memory.rank_memory import CONTEXT
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_gpt
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
@@ -75,12 +75,13 @@ def test_a_pack_saves_the_planned_bytes(family: str, changes: dict[str, Any], re
 
 
 def test_a_run_uses_the_planned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_kto.memory import run_plan as plan_run
+    from nemo_kto.memory.hardware import Machines
+    from nemo_kto.memory.run_plan import make_plan
 
     plans = []
 
-    def planned(run: ResolvedRun, machines: plan_run.Machines, *, longest: int | None = None) -> None:
-        plans.append(plan_run.make_plan(run, machines))
+    def planned(run: ResolvedRun, machines: Machines, *, longest: int | None = None) -> None:
+        plans.append(make_plan(run, machines))
 
     monkeypatch.setattr("nemo_kto.run.build.check_memory", planned)
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}

@@ -88,7 +88,7 @@ TRAINING = (
     "nemo_kto.run.reference_setup",
     "nemo_kto.algorithms.kto",
     "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model",
-    "nemo_kto.telemetry.throughput",
+    "nemo_kto.telemetry.watch",
     "nemo_kto.telemetry.progress",
     "pytorch_lightning.loggers",
 )

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import assert_names
+from tests.helpers.outputs import assert_output
 from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
 
 PRELOAD = (*TRAINING, "nemo_kto.tools.plan.check_command", "nemo_kto.tools.inspect.preview_command")
@@ -27,6 +28,7 @@ class Login:
     def __call__(self, *words: str) -> tuple[int, dict[str, str], str]:
         """Exit status, lines of the table by label, and stderr."""
         done = run([*CLI, *words], cwd=self.folder, env=environment(), preload=PRELOAD)
+        self.output = done.stdout
         lines = (re.split(r" {2,}", line.strip(), maxsplit=1) for line in done.stdout.splitlines()[1:])
         return done.returncode, {words[0]: words[1] for words in lines if len(words) == 2}, done.stderr
 
@@ -54,15 +56,11 @@ def test_a_training_after_tokenise_and_check_tokenises_nothing(login: Login) -> 
     assert status == 0, said
     assert "tokenis" not in said
     assert shown["train"] == rows
-    assert shown["layout"].startswith("4 ranks = 4 data x 1 tensor x 1 pipeline parallel")
-    assert "(" not in shown["micro-batch"], "chosen by recipe=auto, and not by the check"
-    assert shown["total"].split(" of ")[1].startswith("80.0 GB")
-    assert shown["verdict"] == "fits"
+    assert_output("check/auto", login.output, MODEL=login.given[0], FOLDER=login.folder)
     # the size of micro-batches follows from the counted rows, as in the run, and not from the assumption of a plan
     status, shown, said = login("check", "kto", *login.given, *machines, "model.pipeline_model_parallel_size=2")
     assert status == 0, said
-    assert "too few micro-batches for the pipeline)" in shown["micro-batch"]
-    assert "mean of the training rows" in shown["step"]
+    assert_output("check/pipeline", login.output, MODEL=login.given[0], FOLDER=login.folder)
     assert not (login.folder / "results").exists(), "a check must write nothing but caches"
     words = ["hardware=cpu", "trainer.kto.max_steps=1", "export.enabled=false"]
     status, shown, said = login("kto", *login.given, *words)

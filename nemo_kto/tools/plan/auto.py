@@ -10,8 +10,10 @@ from nemo_kto.config.checker import Checker, InvalidConfig, given_keys, read_pos
 from nemo_kto.config.compose import is_auto
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.errors import ConfigError
-from nemo_kto.memory import run_plan as plan_run
-from nemo_kto.memory.run_plan import ROOM, Machines, Plan, Values
+from nemo_kto.memory.hardware import Machines
+from nemo_kto.memory.memory_check import LORA, overrides
+from nemo_kto.memory.run_plan import AXES, ROOM, Plan, Values, make_plan, size, with_precision
+from nemo_kto.tools.plan.layouts import best_layouts, layouts, values_of
 from nemo_kto.tools.plan.shortage import find_shortage
 from nemo_kto.utils.field_errors import echo
 
@@ -22,7 +24,7 @@ _TOGETHER = (
 )
 # Model settings that are chosen -> their values in the run from which the search starts.
 START: Values = {
-    **dict.fromkeys(plan_run.AXES, 1),
+    **dict.fromkeys(AXES, 1),
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")),
     **dict.fromkeys(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
     **dict.fromkeys((f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
@@ -48,15 +50,15 @@ def settle(words: Sequence[str], checker: Checker, machines_of: Callable[[Resolv
     kept = {name for name in START if f"model.{name}" in keys}
     kept = kept.union(*(names for names in _TOGETHER if kept.intersection(names)))
     fixed = {name: getattr(run.cfg.model, name) for name in START if name in kept}
-    start = plan_run.make_plan(plan_run.with_precision(run.with_model(**START), on_gpu=True), machines)
+    start = make_plan(with_precision(run.with_model(**START), on_gpu=True), machines)
     start = replace(start, fixed=fixed)
     found = _best(start)
     if found is None:
-        is_refused = not any(plan_run.layouts(start)) and checker.errors(others)
+        is_refused = not any(layouts(start)) and checker.errors(others)
         raise InvalidConfig(title=checker.title, errors=is_refused or [_nothing_fits(start)])
-    layout = {name: value for name, value in plan_run.values_of(found).items() if name not in fixed}
-    chosen = plan_run.overrides(layout).split() + ([] if _LR in keys else [f"{_LR}={echo(run.cfg.model.optim.lr)}"])
-    need = f"{plan_run.size(found.largest.device)} of {plan_run.size(machines.hardware.memory)}"
+    layout = {name: value for name, value in values_of(found).items() if name not in fixed}
+    chosen = overrides(layout).split() + ([] if _LR in keys else [f"{_LR}={echo(run.cfg.model.optim.lr)}"])
+    need = f"{size(found.largest.device)} of {size(machines.hardware.memory)}"
     estimate = f"an estimated {need} on each of {machines.ranks} x {machines.hardware.name}"
     return [*chosen, *others], f"recipe=auto: {' '.join(chosen)} ({estimate})"
 
@@ -65,17 +67,17 @@ def _best(plan: Plan) -> Plan | None:
     """Return the preferred layout of those that leave a reserve of memory, else of all that fit; None if none does."""
     memory = plan.machines.hardware.memory
     for part in (ROOM, 1.0):
-        found = plan_run.best_layouts(replace(plan, machines=plan.machines.with_memory(part * memory)), 1)
+        found = best_layouts(replace(plan, machines=plan.machines.with_memory(part * memory)), 1)
         if found:
             return found[0]
     return None
 
 
 def _nothing_fits(plan: Plan) -> ConfigError:
-    machines, shortage, kept = plan.machines, find_shortage(plan), plan_run.overrides(plan.fixed)
-    got = f"{machines.ranks} x {machines.hardware.name}, {plan_run.size(machines.hardware.memory)} each"
+    machines, shortage, kept = plan.machines, find_shortage(plan), overrides(plan.fixed)
+    got = f"{machines.ranks} x {machines.hardware.name}, {size(machines.hardware.memory)} each"
     remedies = [] if shortage.gpus is None else [f"use {shortage.gpus} of these GPUs"]
-    remedies += [] if shortage.lora is None else [f"use {plan_run.overrides(plan_run.LORA)}"]
+    remedies += [] if shortage.lora is None else [f"use {overrides(LORA)}"]
     remedies += [f"leave out {kept}"] if kept else []
     remedy = ", or ".join(remedies) or "use larger GPUs, or a smaller model"
     text = f"must have a layout that fits and that `nemo-kto plan` considers, but auto found none for {got}"

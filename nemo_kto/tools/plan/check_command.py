@@ -32,7 +32,8 @@ from nemo_kto.processes.ranks import World
 from nemo_kto.tools.inspect.preview_command import with_all_cores
 
 if TYPE_CHECKING:
-    from nemo_kto.memory.run_plan import Machines, Plan
+    from nemo_kto.memory.hardware import Machines
+    from nemo_kto.memory.run_plan import Plan
 
 _DESCRIPTION = """\
 Check a run before it is started: every key, file and row, its folder, and its memory; no rank is started, no GPU is needed.
@@ -82,8 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
     """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
-    from nemo_kto.memory.run_plan import gpus_elsewhere, these_machines
-    from nemo_kto.memory.speed import DEFAULT_GPU
+    from nemo_kto.memory.hardware import DEFAULT_GPU, gpus_elsewhere, these_machines
 
     if flags.gpus_per_node is None:
         machines = these_machines(run, timed=timed)

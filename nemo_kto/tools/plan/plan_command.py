@@ -15,21 +15,12 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu_rules import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
 from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.errors import ConfigError, error_of
-from nemo_kto.memory.run_plan import (
-    LORA,
-    Machines,
-    Plan,
-    best_layouts,
-    gpus_elsewhere,
-    make_plan,
-    overrides,
-    these_machines,
-    values_of,
-    with_precision,
-)
-from nemo_kto.memory.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE
+from nemo_kto.memory.hardware import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Machines, gpus_elsewhere, these_machines
+from nemo_kto.memory.memory_check import LORA, overrides
+from nemo_kto.memory.run_plan import Plan, make_plan, with_precision
 from nemo_kto.processes.ranks import World
 from nemo_kto.tools.plan.auto import settle
+from nemo_kto.tools.plan.layouts import best_layouts, values_of
 from nemo_kto.tools.plan.plan_text import plan_text, search_text, shortage_text
 from nemo_kto.tools.plan.shortage import find_shortage
 

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from nemo_kto.architecture.lora import adapted_modules, without_experts
 from nemo_kto.architecture.parameters import rank_parameters
-from nemo_kto.memory.memory import CONTEXT
+from nemo_kto.memory.memory_check import overrides, remedies, remedy
 from nemo_kto.memory.micro_batches import MEAN_LENGTH
-from nemo_kto.memory.run_plan import Plan, bubble_of_shorter_rows, overrides, remedies, remedy, size, values_of
+from nemo_kto.memory.rank_memory import CONTEXT
+from nemo_kto.memory.run_plan import Plan, bubble_of_shorter_rows, size
 from nemo_kto.telemetry.text_table import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.tools.plan.layouts import values_of
 from nemo_kto.tools.plan.shortage import Shortage
+from nemo_kto.tools.plan.speed import Speed, speed_of
 
 _ESTIMATE = "an estimate from published figures, not measured"
 _MEASURED = "an estimate from matrix products that were timed on this machine"
@@ -24,8 +27,8 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
 
     ``checked``: lines about the data and the folder of the run, if `nemo-kto check` has checked them.
     """
-    largest, training, speed, reference = plan.largest, plan.training, plan.speed, plan.run.reference
-    device, on_gpu, traffic = plan.machines.hardware, plan.machines.on_gpu, plan.speed.traffic
+    largest, training, speed, reference = plan.largest, plan.training, speed_of(plan), plan.run.reference
+    device, on_gpu, traffic = plan.machines.hardware, plan.machines.on_gpu, speed.traffic
     split, chunks = training.split, training.split.chunks
     stage = f", on stage {largest.stage + 1} of {split.stages}, which needs the most" if split.stages > 1 else ""
     trained = "" if largest.trained == largest.parameters else f", {short(largest.trained)} of them trained"
@@ -63,8 +66,8 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         "total": f"{size(largest.device)} of {size(device.memory)} (static memory: {size(plan.static)})",
         "FLOPs": f"{speed.flops / 1e12:,.1f} TFLOP a step",
         "sent by a rank": ", ".join(f"{size(each)} {name}" for name, each in sent.items()) + f" parallel{between}, a step",
-        "pipeline bubble": _bubble(plan),
-        "expected": f"{_rate(plan)}, {seconds} a step{whole} ({_MEASURED if device.measured else _ESTIMATE})",
+        "pipeline bubble": _bubble(plan, speed),
+        "expected": f"{_rate(plan, speed)}, {seconds} a step{whole} ({_MEASURED if device.measured else _ESTIMATE})",
         **({"load": f"{_BUSY} {device.busy:.1f} times too high"} if device.busy > 1 else {}),
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",
     }
@@ -78,7 +81,7 @@ def search_text(plan: Plan, found: Sequence[Plan]) -> str:
     for number, each in enumerate(found, start=1):
         lines[str(number)] = (
             f"{_layout(each)}, micro-batches of {each.training.micro_batch_tokens:,} tokens: "
-            f"{size(each.largest.device)} a rank, {_rate(each)}"
+            f"{size(each.largest.device)} a rank, {_rate(each, speed_of(each))}"
         )
     lines["rates"] = _ESTIMATE
     lines["use"] = overrides(values_of(found[0]))
@@ -102,7 +105,9 @@ def shortage_text(plan: Plan, shortage: Shortage, *, lora_command: str) -> str:
         **({"or use": ", or ".join(others)} if others else {}),
     }
     if shortage.lora is not None:
-        lines["LoRA"] = f"{size(shortage.lora.largest.device)} a rank, {_rate(shortage.lora)} ({_ESTIMATE})"
+        lines["LoRA"] = (
+            f"{size(shortage.lora.largest.device)} a rank, {_rate(shortage.lora, speed_of(shortage.lora))} ({_ESTIMATE})"
+        )
         lines["command"] = lora_command
     return table(f"nemo-kto plan {plan.run.cfg.recipe.name}: no layout fits on {_machines(plan)}", lines)
 
@@ -156,8 +161,8 @@ def _micro_batch(plan: Plan) -> str:
     return f"{text} ({reason})" if reason else text
 
 
-def _bubble(plan: Plan) -> str:
-    text = f"{plan.speed.bubble:.0%}"
+def _bubble(plan: Plan, speed: Speed) -> str:
+    text = f"{speed.bubble:.0%}"
     if plan.run.row_tokens is not None or plan.training.split.stages == 1:
         return text
     return f"{text}, {bubble_of_shorter_rows(plan):.0%} with rows of {MEAN_LENGTH:.0%} of that length"
@@ -170,5 +175,5 @@ def _shared_prompts(plan: Plan) -> dict[str, str]:
     return {"shared prompts": unknown if plan.shared is None else str(plan.shared)}
 
 
-def _rate(plan: Plan) -> str:
-    return f"{plan.step.tokens / plan.speed.seconds:,.0f} tokens/s"
+def _rate(plan: Plan, speed: Speed) -> str:
+    return f"{plan.step.tokens / speed.seconds:,.0f} tokens/s"

@@ -10,7 +10,9 @@ import numpy as np
 
 from nemo_kto.records.curves import Curve
 from nemo_kto.records.run_record import FINISHED, RunRecord
-from nemo_kto.tools.report.facts import data_text, differing_rows, number_text
+from nemo_kto.tools.report.comparison import differing_rows
+from nemo_kto.tools.report.facts import data_text
+from nemo_kto.utils.text import number_text
 
 _MIN_POINTS = 10  # of a training curve; fewer show nothing
 _TAIL = 0.2  # fraction of a curve whose mean is its final value

@@ -5,29 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from os.path import commonprefix
 from pathlib import PurePath
 from typing import Any
 
 from nemo_kto.artifacts.checkpoint_files import size_text
 from nemo_kto.data.rows.forms import data_name
 from nemo_kto.errors import plural
-from nemo_kto.records.run_record import RUNNING, ComparisonResult, RunRecord
+from nemo_kto.records.run_record import RUNNING, RunRecord
 from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.utils.text import interval_text, number_text, percent_text
 
 MODEL, DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
-_ROWS = {"training": DATA, "validation": "validation rows"}  # key of their content hash in run.json
-MINUS = "\N{MINUS SIGN}"
-_UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from this size on, the number divided by this, with this unit
-_TRAILING_ZEROS = re.compile(r"\.?0*e-0*")
-_QUALITY = {"auc": "AUC", "acc": "Accuracy", "rewards_margin": "Margin", "loss": "Loss"}  # metric -> its name
-# Differ between any two runs, or follow from other keys.
-_NOT_COMPARED = (
-    "exp_manager.explicit_log_dir", "exp_manager.name", "exp_manager.wandb_logger_kwargs.name",
-    "exp_manager.mlflow_logger_kwargs.run_name", "export.path", "export.adapter_path",
-)  # fmt: skip
+ROWS = {"training": DATA, "validation": "validation rows"}  # key of their content hash in run.json
+QUALITY = {"auc": "AUC", "acc": "Accuracy", "rewards_margin": "Margin", "loss": "Loss"}  # metric -> its name
 # Role and text of a message in the chat templates of ChatML, Llama 3 and Gemma; the token before the first message.
 _TURN = re.compile(
     r"<(?:\|im_start\||\|start_header_id\||start_of_turn)>(\w+)(?:<\|end_header_id\|>)?\n+"
@@ -63,7 +54,7 @@ def short_name(value: object) -> str:
     return "" if value is None else PurePath(data_name(str(value))).name or str(value)
 
 
-def _model_name(path: str) -> str:
+def model_name(path: str) -> str:
     """Shorten the path of a model to its last two parts, because the last one may be that of any run, such as hf."""
     return "/".join(PurePath(path).parts[-2:])
 
@@ -74,7 +65,7 @@ def headline(run: RunRecord) -> list[Figure]:
         Figure(
             label="Win rate",
             value=percent_text(each.rate),
-            detail=f"{interval_text(each.interval)} against {_model_name(each.base)} by {each.by}",
+            detail=f"{interval_text(each.interval)} against {model_name(each.base)} by {each.by}",
         )
         for each in run.comparisons
     ]
@@ -82,7 +73,7 @@ def headline(run: RunRecord) -> list[Figure]:
     figures += [
         figure
         for of_set, prefix in (sets or {"training batches": "train/"}).items()
-        for metric, label in _QUALITY.items()
+        for metric, label in QUALITY.items()
         if (figure := _change(run, f"{prefix}{metric}", label, of_set)) is not None
     ]
     total = run.total_steps
@@ -117,131 +108,16 @@ def state_text(run: RunRecord) -> str:
     return f"The run {verb} {progress}: {text}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """Cell of a table with the best value of its column."""
-
-    text: str
-
-
-def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
-    """Return a table of several runs, which are given by name: a header, and a line for each run.
-
-    The best held-out value is marked if the runs have the same validation rows and, except for AUC and accuracy, the same
-    loss and beta.
-    """
-    columns: dict[str, str] = {}
-    for run in runs.values():
-        for title, prefix in run.validations.items():
-            for name, label in _QUALITY.items():
-                if f"{prefix}{name}" in run.curves:
-                    columns[f"{prefix}{name}"] = f"{title} {label if label == 'AUC' else label.lower()}"
-    columns |= {"train/loss": "train loss"}
-    compared = dict.fromkeys((each.base, each.by) for run in runs.values() for each in run.comparisons)
-    several = len({by for _, by in compared}) > 1
-    win_rates = [f"win rate against {_model_name(base)}" + (f" by {by}" if several else "") for base, by in compared]
-    lengths = [f"characters (of {_model_name(base)})" for base, _ in compared]
-    comparisons = chain(*zip(win_rates, lengths, strict=True))
-    rows: list[list[str | Best]] = [["run", *comparisons, *columns.values(), "steps", "time", "state"]]
-    last = {
-        column: {name: run.curves[column].last for name, run in runs.items() if column in run.curves} for column in columns
-    }
-    same_rows = "validation" not in differing_rows(runs)
-    same_loss = len({(run.algorithm, run.loss, run.beta) for run in runs.values()}) == 1
-    best: dict[str, float] = {}
-    for column, values in last.items():
-        is_comparable = column.startswith("val/") and same_rows and (same_loss or column.endswith(("auc", "acc")))
-        if is_comparable and len({*values.values()}) > 1:
-            best[column] = (min if column.endswith("loss") else max)(values.values())
-    for name, run in runs.items():
-        found = {(each.base, each.by): each for each in run.comparisons}
-        cells: list[str | Best] = [text for each in compared for text in _comparison_cells(found.get(each))]
-        for column, values in last.items():
-            text = metric_text(column, values[name]) if name in values else ""
-            cells.append(Best(text=text) if column in best and values.get(name) == best[column] else text)
-        time = duration_text(run.seconds) if run.seconds else ""
-        rows.append([name, *cells, f"{run.step:,}", time, run.state.word])
-    return rows
-
-
-def _comparison_cells(found: ComparisonResult | None) -> tuple[str, str]:
-    """Return win rate and mean lengths of a comparison; empty if there is none."""
-    if found is None:
-        return "", ""
-    own, other = found.mean_lengths
-    return f"{percent_text(found.rate)} {interval_text(found.interval)}", f"{own:,.0f} ({other:,.0f})"
-
-
-def differing_settings(runs: Mapping[str, RunRecord]) -> list[list[str]]:
-    """Return the keys whose values differ between runs, in a table with a header.
-
-    NAME stands for the algorithm in the keys of runs with different ones.
-    """
-    configs: list[Mapping[str, object]] = [run.config for run in runs.values()]
-    if len({run.algorithm for run in runs.values()}) > 1:
-        configs = [
-            {key.replace(f".{run.algorithm}.", ".NAME.", 1): value for key, value in run.config.items()}
-            for run in runs.values()
-        ]
-    keys = dict.fromkeys(key for config in configs for key in config if key not in _NOT_COMPARED)
-    rows = [["key", *runs]]
-    for key in keys:
-        values = [value_text(config[key]) if key in config else "" for config in configs]
-        if len(set(values)) > 1:
-            if key == DATA and len(set(names := [short_name(config.get(key)) for config in configs])) > 1:
-                values = names
-            elif all("/" in value and value[0] not in "{[" for value in values):
-                values = without_common_start(values, "/")
-            rows.append([key, *values])
-    return rows
-
-
-def without_common_start(texts: Sequence[str], ends: str) -> list[str]:
-    """Return texts without what they all start with, up to one of the characters ``ends``.
-
-    Examples:
-        >>> without_common_start(["data/may/a.jsonl", "data/june/a.jsonl"], "/")
-        ['may/a.jsonl', 'june/a.jsonl']
-    """
-    common = commonprefix(list(texts))  # noqa: RUF071  # of characters, not of folders
-    start = 1 + max(common.rfind(end) for end in ends)
-    return [text[start:] for text in texts]
-
-
-def differing_rows(runs: Mapping[str, RunRecord]) -> list[str]:
-    """Return which rows differ between runs, by their hashes or else their files: "training", "validation"."""
-    found = []
-    for title, key in _ROWS.items():
-        hashes = [str(_fact(run, key).get("sha256", "")) for run in runs.values()]
-        if not all(hashes):
-            hashes = [value_text(run.config.get(DATA)) for run in runs.values()]
-        if len({*hashes}) > 1:
-            found.append(title)
-    return found
-
-
 def data_text(run: RunRecord) -> str:
     """Return the names of the files of a run's rows, and the number of training and validation rows."""
-    rows = [f"{_fact(run, key)['from']} for {title}" for title, key in _ROWS.items() if "from" in _fact(run, key)]
+    rows = [f"{hashed_fact(run, key)['from']} for {title}" for title, key in ROWS.items() if "from" in hashed_fact(run, key)]
     return (short_name(run.config.get(DATA)) or "unknown files") + (f" ({', '.join(rows)})" if rows else "")
 
 
-def _fact(run: RunRecord, key: str) -> Mapping[str, Any]:
+def hashed_fact(run: RunRecord, key: str) -> Mapping[str, Any]:
+    """Return the content hash of files and their origin, as the run recorded them under ``key``; empty if it did not."""
     fact = run.run.get("facts", {}).get(key)
     return fact if isinstance(fact, Mapping) else {}
-
-
-def value_text(value: object) -> str:
-    """Write the value of a key as on a command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {value_text(inner)}' for key, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(value_text, value))}]"
-    return str(value)
 
 
 def data_table(run: RunRecord) -> list[list[str]]:
@@ -378,51 +254,6 @@ def warning_lines(run: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def unique_names(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """Return the runs by name: the name of the folder, or as many last parts of its path as tell the runs apart.
-
-    What all names start with is left out, up to a separator, if words are left of each.
-    """
-    for parts in range(1, max(len(run.folder.parts) for run in runs) + 1):
-        names = ["/".join(run.folder.parts[-parts:]) for run in runs]
-        if len({*names}) == len(runs):
-            break
-    shorter = without_common_start(names, "/_-") if len(runs) > 1 else names
-    are_words = all(re.search(r"[^\W\d_]", name) for name in shorter)
-    return dict(zip(shorter if are_words else names, runs, strict=True))
-
-
 def metric_text(name: str, value: float, digits: int = 4) -> str:
     """Format the value of a metric: an AUC with three digits after the point, others by :func:`number_text`."""
     return f"{value:.3f}" if name.endswith("auc") else number_text(value, digits)
-
-
-def percent_text(share: float) -> str:
-    """Format a share: "62.5 %"."""
-    return f"{share:.1%}".replace("%", " %")
-
-
-def interval_text(interval: tuple[float, float]) -> str:
-    """Format an interval of shares, in percent: "[54.0, 70.1]"."""
-    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
-
-
-def number_text(value: float, digits: int = 4) -> str:
-    """Format a number for an axis or a table, as short as its digits allow.
-
-    Numbers from 1,000 to 10,000 have all their digits before the point; those below 0.001 have an exponent.
-
-    Examples:
-        >>> [number_text(value) for value in (12_000, 0.25, 2_500_000, 0.00025, 0)]
-        ['12k', '0.25', '2.5M', '2.5e-4', '0']
-        >>> number_text(1899.3, digits=3)
-        '1899'
-    """
-    size = abs(value)
-    divisor, unit = next(((divisor, unit) for limit, divisor, unit in _UNITS if size >= limit), (1.0, ""))
-    text = f"{size / divisor:.{digits}g}"
-    if 0 < size < 1e-3:
-        text = _TRAILING_ZEROS.sub("e-", f"{size:.{digits - 1}e}")
-    elif "e" in text:
-        text = f"{size / divisor:.0f}"
-    return f"{MINUS if value < 0 else ''}{text}{unit}"

@@ -10,23 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto import __version__
-from nemo_kto.records.drawing import draw, draw_histogram, look
+from nemo_kto.records.drawing import look
+from nemo_kto.records.plots import METRICS, Plot, plots_of, step_range
 from nemo_kto.records.run_record import RunRecord
 from nemo_kto.tools.report import facts
 from nemo_kto.tools.report.advice import advice_for, different_data
-from nemo_kto.tools.report.plots import (
-    METRICS,
-    Histogram,
-    Plot,
-    compared_plots,
-    length_histograms,
-    plots_of,
-    reward_histograms,
-    step_range,
-)
+from nemo_kto.tools.report.comparison import compared_plots, differing_settings, final_figures, unique_names
+from nemo_kto.tools.report.histograms import Histogram, length_histograms, reward_histograms
+from nemo_kto.tools.report.svg import draw, draw_histogram
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
-from nemo_kto.utils.text import html_text
+from nemo_kto.utils.text import html_text, value_text
 
 _MAX_ANSWERS = 50  # prompts that are shown
 
@@ -43,7 +37,7 @@ def write_report(runs: Sequence[RunRecord], out: Path, *, refresh: float | None 
 
 def content_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return everything that a report shows, by the names in the templates; drawings are plots that are not drawn yet."""
-    named = facts.unique_names(runs)
+    named = unique_names(runs)
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     shared = {"footer": f"Written by nemo-kto {__version__} on {written}."}
     if len(named) > 1:
@@ -98,8 +92,8 @@ def _comparison(runs: Mapping[str, RunRecord]) -> dict[str, Any]:
         "title": f"Comparison of {len(runs)} runs",
         "lead": "; ".join(dict.fromkeys(map(facts.subtitle, runs.values()))),
         "notice": "\n".join(states),
-        "final_figures": facts.final_figures(runs),
-        "different": rows if len(rows := facts.differing_settings(runs)) > 1 else [],
+        "final_figures": final_figures(runs),
+        "different": rows if len(rows := differing_settings(runs)) > 1 else [],
         "advice_of": [
             ("the comparison", [advice for advice in [different_data(runs)] if advice is not None]),
             *((name, advice_for(run)) for name, run in runs.items()),
@@ -125,8 +119,8 @@ def _curves_note(plots: Sequence[Plot]) -> str:
 
 
 def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    own = {key: facts.value_text(value) for key, value in run.settings.items()}
-    others = {key: facts.value_text(value) for key, value in run.config.items() if key not in own}
+    own = {key: value_text(value) for key, value in run.settings.items()}
+    others = {key: value_text(value) for key, value in run.config.items() if key not in own}
     settings = [
         {"title": f"The {len(own)} keys that were set", "folded": True, "lines": own},
         {"title": f"The other {len(others)} keys" if own else f"All {len(others)} keys", "folded": True, "lines": others},

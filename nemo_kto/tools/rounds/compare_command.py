@@ -19,7 +19,6 @@ from nemo_kto.telemetry.console import take_over
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.chat.chat_command import check_sampling, find_model, trials
 from nemo_kto.tools.inference.row_output import RowFile, open_rows
-from nemo_kto.tools.report.facts import interval_text, percent_text
 from nemo_kto.tools.rounds.answers import WEIGHTS, Sampled, find_tasks, messages_of, planned_answers, read_answers
 from nemo_kto.tools.rounds.comparing import Comparison, pair_answers, undecided_pairs
 from nemo_kto.tools.rounds.labelling import Question
@@ -34,7 +33,7 @@ from nemo_kto.tools.rounds.options import (
 from nemo_kto.tools.rounds.sample_command import add_drawing, check_drawing, check_template, drawing_settings, write_answers
 from nemo_kto.tools.rounds.scoring import Scorer
 from nemo_kto.tools.rounds.win_rate import WinRate, win_rate
-from nemo_kto.utils.text import terminal_line
+from nemo_kto.utils.text import interval_text, percent_text, terminal_line
 
 if TYPE_CHECKING:
     from nemo_kto.tools.inference.reward_model import RewardModel

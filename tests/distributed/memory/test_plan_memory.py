@@ -35,12 +35,13 @@ def measured_and_planned(
 ) -> tuple[float, dict[str, float]]:
     """Peak growth of this rank's memory in bytes, and the parts of the plan for its stage."""
     from nemo_kto.distributed import state
-    from nemo_kto.memory import run_plan as plan_run
+    from nemo_kto.memory.hardware import Machines
+    from nemo_kto.memory.run_plan import make_plan
 
     plans = []
 
-    def planned(run: ResolvedRun, machines: plan_run.Machines, *, longest: int | None = None) -> None:
-        plans.append((plan_run.make_plan(run, machines), state.pipeline_stage()))
+    def planned(run: ResolvedRun, machines: Machines, *, longest: int | None = None) -> None:
+        plans.append((make_plan(run, machines), state.pipeline_stage()))
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     before = _resident("VmRSS")

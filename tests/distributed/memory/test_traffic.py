@@ -1,4 +1,4 @@
-"""Communication of a step: the closed form of memory/speed.py against counts on real ranks."""
+"""Communication of a step: the closed form of tools/plan/speed.py against counts on real ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
-from nemo_kto.memory.memory import Training
-from nemo_kto.memory.speed import Step, step_traffic
+from nemo_kto.memory.rank_memory import Training
+from nemo_kto.memory.run_plan import Step
+from nemo_kto.tools.plan.speed import step_traffic
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train

@@ -13,7 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.distributed import state
-from nemo_kto.memory.memory import Training
+from nemo_kto.memory.rank_memory import Training
 from nemo_kto.models.engine.optimizer import SkippingOptimizer
 from tests.helpers import lora_jobs
 from tests.helpers.messages import Message

@@ -23,7 +23,7 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import ConfigError, UserError, describe, printable, redacted, show
 from nemo_kto.run.build import build_logger
 from nemo_kto.telemetry import loggers
-from nemo_kto.telemetry.loggers import WARNINGS_FILE, RunLogger, check_loggers, collect_warnings
+from nemo_kto.telemetry.loggers import WARNINGS_FILE, RunLogger, collect_warnings
 from nemo_kto.utils.text import redact_file
 from tests.helpers.commands import environment
 from tests.helpers.messages import Message, raises
@@ -149,16 +149,13 @@ fail()
 
 
 def test_the_key_of_a_tracker_with_a_line_break_is_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As requests quotes it, at the check of a run, at its start, and in its file of warnings."""
+    """As requests quotes it, at the start of a run, and in its file of warnings."""
     monkeypatch.setenv("WANDB_API_KEY", "the-secret-é\rkey\n")
 
     def refuse(*_: object) -> None:
         raise ValueError(f"Illegal header value {os.environ['WANDB_API_KEY'].encode()!r}\nsee {os.environ['WANDB_API_KEY']}")
 
-    for name in ("_check_wandb", "_wandb"):
-        monkeypatch.setattr(loggers, name, refuse)
-    with raises(UserError, "wandb", "Illegal header value b'***"):
-        check_loggers(folder=tmp_path, tensorboard=False, wandb={})
+    monkeypatch.setattr(loggers, "_wandb", refuse)
     with raises(UserError, "wandb", "Illegal header value b'***"):
         RunLogger(folder=tmp_path, enabled=True, resumed_step=None, wandb={})
     with collect_warnings() as warnings:

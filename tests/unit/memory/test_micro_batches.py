@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.device import kernels
-from nemo_kto.layers import attention
+from nemo_kto.layers.attention import RepeatedHeads
 from nemo_kto.memory import micro_batches
-from nemo_kto.memory import run_plan as plan_run
+from nemo_kto.memory.hardware import GPUS, Machines, gpus_elsewhere, these_machines
 from nemo_kto.memory.micro_batches import repeats_keys
-from nemo_kto.memory.run_plan import (
-    Machines,
-    bubble_of_shorter_rows,
-    gpus_elsewhere,
-    make_plan,
-    size_micro_batches,
-    these_machines,
-)
-from nemo_kto.memory.speed import GPUS
+from nemo_kto.memory.run_plan import bubble_of_shorter_rows, make_plan, size_micro_batches
+from nemo_kto.models import gpt
+from nemo_kto.tools.plan.speed import speed_of
 from tests.unit.conftest import Load
 from tests.unit.tools.plan.test_plan import LLAMA, MIXTRAL
 
@@ -95,9 +88,9 @@ def test_the_plan_counts_keys_that_are_repeated(
     """A layer of the 1B shape saves queries and outputs of 2,048 values in both cases. With eight groups of 64 values it
     saves keys of 512, and for the values the fused tensor of 3,072; without groups twice 2,048."""
     monkeypatch.setattr(micro_batches.device, "on_gpu", lambda: True)
-    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: engine)
+    monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: engine)
     kernel: Any = print
-    monkeypatch.setattr(attention, "packed_attention", lambda dtype: kernel if grouped else attention.RepeatedHeads(kernel))
+    monkeypatch.setattr(gpt, "packed_attention", lambda dtype: kernel if grouped else RepeatedHeads(kernel))
     run = resolved(load, "1B")
     assert repeats_keys(run) is repeats
     machines = replace(gpus_elsewhere(1, "h200"), repeats_keys=repeats_keys(run))
@@ -151,7 +144,7 @@ def test_a_pipeline_has_enough_micro_batches_for_the_counted_rows(
     plan = make_plan(run, gpus)
     assert (plan.limits.tokens, plan.step.micro_batches) == (tokens, count)
     assert plan.training.micro_batches == 64 * 4096 // max(tokens, 4096), "memory is that of the longest rows"
-    assert plan.speed.bubble == 1 / (count + 1)
+    assert speed_of(plan).bubble == 1 / (count + 1)
     if row_tokens is None:
         assert bubble_of_shorter_rows(plan) == 1 / (8 + 1)
 
@@ -186,9 +179,7 @@ def test_a_machine_chooses_what_a_plan_of_its_kind_says(load: Load, monkeypatch:
     run = resolved(load, "8B", *TENSOR, "model.global_batch_size=64", "model.optim.moments_dtype=bf16")
     listed = gpus_elsewhere(8, "h100")
     monkeypatch.setitem(GPUS, "h100", listed.hardware)
-    reported = Machines(
-        ranks=8, on_gpu=True, hardware=plan_run.replace(listed.hardware, name="NVIDIA H100 80GB HBM3", memory=86.0e9)
-    )
-    unknown = Machines(ranks=8, on_gpu=True, hardware=plan_run.replace(reported.hardware, name="NVIDIA X"))
+    reported = Machines(ranks=8, on_gpu=True, hardware=replace(listed.hardware, name="NVIDIA H100 80GB HBM3", memory=86.0e9))
+    unknown = Machines(ranks=8, on_gpu=True, hardware=replace(reported.hardware, name="NVIDIA X"))
     chosen = [size_micro_batches(run, machines)[0] for machines in (listed, reported, unknown)]
     assert chosen == [8192, 8192, 16384]

@@ -11,12 +11,13 @@ import torch
 from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.losses.sequence import IGNORED
+from nemo_kto.memory.hardware import gpus_elsewhere
 from nemo_kto.memory.micro_batches import SharedPrompts, measure
-from nemo_kto.memory.run_plan import Plan, gpus_elsewhere, make_plan, with_shared_prompts
-from nemo_kto.memory.speed import step_traffic
+from nemo_kto.memory.run_plan import Plan, make_plan, with_shared_prompts
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.tools.plan.plan_text import plan_text
+from nemo_kto.tools.plan.speed import speed_of, step_traffic
 from tests.unit.conftest import Load
 
 LIMITS = MicroBatchLimits(prompts=None, tokens=512, multiple=1, share_prompts=True)
@@ -102,8 +103,8 @@ def plans(run: ResolvedRun) -> tuple[Plan, Plan]:
 def test_flops_and_traffic_follow(resolve: Callable[..., ResolvedRun]) -> None:
     layout = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
     before, after = plans(resolve("model.data.share_prompts=true", *layout, recipe=DPO))
-    assert after.speed.flops == pytest.approx(0.8 * before.speed.flops)
-    assert after.speed.seconds < 0.85 * before.speed.seconds
+    assert speed_of(after).flops == pytest.approx(0.8 * speed_of(before).flops)
+    assert speed_of(after).seconds < 0.85 * speed_of(before).seconds
     sent = [step_traffic(plan.training, plan.step, stage=0) for plan in (before, after)]
     assert sent[1].pipeline == pytest.approx(0.75 * sent[0].pipeline)
     assert sent[1].tensor == pytest.approx(0.75 * sent[0].tensor)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_kto.records.curves import Curve, read_curves
-from nemo_kto.tools.report.facts import MINUS, number_text
+from nemo_kto.utils.text import MINUS, number_text
 
 
 def curve(values: list[float] | np.ndarray) -> Curve:

@@ -1,13 +1,15 @@
-"""Logged values can be read back: JSON lines, TensorBoard event files, and other services if installed."""
+"""Logged values can be read back, failing loggers give one warning, and warnings are in a file of the run."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import logging
 import os
-import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import pytest
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
 from nemo_kto.telemetry.evaluations import Sample
-from nemo_kto.telemetry.loggers import RunLogger, check_loggers, import_package
-from tests.helpers.messages import assert_names
+from nemo_kto.telemetry.loggers import WARNINGS_FILE, RunLogger, check_loggers, collect_warnings, import_package
+from nemo_kto.telemetry.progress import Progress
+from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.messages import Message, assert_names
 
 
 @pytest.fixture
@@ -118,40 +122,17 @@ def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, monkeypatch:
         quiet(tmp_path / "run", wandb={"project": "tests"})
 
 
-PROJECT = {"project": "tests", "name": "one"}
-
-
-def refused(folder: Path, **changes: Any) -> str:
-    """The message about loggers that cannot be opened; nothing is written."""
-    folder.mkdir(exist_ok=True)
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(UserError) as raised:
-        check_loggers(**{"folder": folder, "tensorboard": False, **changes})
-    assert sorted(folder.rglob("*")) == before
-    return str(raised.value)
-
-
-@pytest.mark.usefixtures("fresh_wandb")
 def test_all_unusable_loggers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # without a login
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(loggers, "installed", lambda package: package == "tensorboard")
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "tensorboard").touch()
-    mlflow = {"tracking_uri": "mlfow://me:secret@host"}
-    error = refused(tmp_path, tensorboard=True, wandb={**PROJECT, "offline": False}, mlflow=mlflow)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as raised:
+        check_loggers(folder=tmp_path, wandb={"project": "tests"}, mlflow={})
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
     for name in ("tensorboard", "wandb", "mlflow"):
-        assert_names(error, f"the log {name} ", f"exp_manager.create_{name}_logger=false")
-    assert_names(error, str(tmp_path / "metrics.jsonl"), str(tmp_path / "tensorboard"), "wandb login", "mlfow://***@host")
-    assert "secret" not in error
-
-
-def test_an_unreachable_mlflow_server(tmp_path: Path) -> None:
-    with socket.socket() as server:  # bound, without listening
-        server.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
-        error = refused(tmp_path, mlflow={"experiment_name": "tests", "tracking_uri": uri})
-    assert_names(error, "mlflow", uri.rpartition(":")[2], "create_mlflow_logger=false")
-    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+        assert_names(raised.value, f"the log {name} ", f"exp_manager.create_{name}_logger=false")
+    assert_names(raised.value, str(tmp_path / "metrics.jsonl"), str(tmp_path / "tensorboard"), "pip install wandb")
 
 
 def test_a_broken_package_is_not_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +147,142 @@ def test_a_broken_package_is_not_reported_as_missing(tmp_path: Path, monkeypatch
     with pytest.raises(UserError) as raised:
         import_package("a_logger_that_nobody_installed")
     assert_names(raised.value, "not installed", "pip install a_logger_that_nobody_installed")
+
+
+def steps(file: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_lines_are_kept_until_a_full_disk_has_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger, file = RunLogger(folder=tmp_path, enabled=True, tensorboard=False), tmp_path / "metrics.jsonl"
+    logger.log_metrics({"train/loss": 0.5}, 1)
+    with files_of_at_most(file.stat().st_size + 10):
+        for step in (2, 3):
+            logger.log_metrics({"train/loss": 0.5}, step)
+        assert file.read_text().count("\n") == 1
+    logger.log_metrics({"train/loss": 0.5}, 4)
+    assert steps(file) == [1, 2, 3, 4]
+    with files_of_at_most(file.stat().st_size + 10):
+        logger.log_metrics({"train/loss": 0.5}, 5)
+        assert file.read_text().count("\n") == 4
+    logger.finalize("success")
+    assert steps(file) == [1, 2, 3, 4, 5]
+    assert caplog.messages == [Message(f"{file}", "File too large", "continues")]
+
+
+DAMAGES = [b'{"step"\n', b"\0" * 9]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_readable_lines_are_kept(damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n' + damage + b'{"step": 2}\n{"step": 3}\n' * damage.endswith(b"\n")
+    file.write_bytes(content)
+    RunLogger(folder=tmp_path, enabled=True, tensorboard=False, resumed_step=2).finalize("success")
+    assert steps(file) == ([1, 2] if damage.endswith(b"\n") else [1])
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
+    expected = Message(f"{file}", "damaged", "file", f"{file}.damaged")
+    assert caplog.messages == [expected]
+
+
+class Failing:
+    """A service that is down."""
+
+    def __init__(self, **_: object) -> None:
+        self.calls = 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.calls += 1
+        raise ConnectionError("cannot reach\nhttp://me:secret@host")
+
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
+        """It was there at the start."""
+
+    finalize = log_metrics
+
+
+def test_a_failing_service_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    down = Failing()
+    monkeypatch.setattr(loggers, "TensorBoard", lambda **_: down)
+    logger = RunLogger(folder=tmp_path, enabled=True)
+    logger.log_hyperparams({"lr": 1.0})
+    for step in (1, 2, 3):
+        logger.log_metrics({"train/loss": 0.5}, step)
+    logger.finalize("success")
+    assert (steps(tmp_path / "metrics.jsonl"), down.calls) == ([1, 2, 3], 1)
+    assert caplog.messages == [Message("tensorboard", "ConnectionError", "http://***@host")]
+
+
+def test_a_service_that_is_down_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_server(*_: object, **__: object) -> None:
+        raise ConnectionError("cannot reach http://host")
+
+    monkeypatch.setattr(loggers, "_wandb", no_server)
+    monkeypatch.setattr(loggers, "installed", lambda package: True)
+    with pytest.raises(UserError) as raised:
+        RunLogger(folder=tmp_path, enabled=True, tensorboard=False, wandb={})
+    assert str(raised.value) == Message(
+        "wandb", "opened", "ConnectionError", "http://host", "exp_manager.create_wandb_logger=false"
+    )
+    logger = RunLogger(folder=tmp_path, enabled=True, tensorboard=False, wandb={}, resumed_step=0)
+    logger.log_metrics({"train/loss": 0.5}, 1)
+    assert steps(tmp_path / "metrics.jsonl") == [1]
+    assert caplog.messages == [Message("wandb", "ConnectionError", "http://host")]
+
+
+class Closed(io.StringIO):
+    """A terminal that was closed, or a file whose disk is full."""
+
+    tried = 0
+
+    def write(self, text: str) -> int:
+        self.tried += 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_closed_progress_output() -> None:
+    stream = Closed()
+    progress = Progress(total_steps=2, stream=stream)
+    progress.log_metrics({"train/loss": 0.5}, 1)
+    progress.log_metrics({"train/loss": 0.5}, 2)
+    progress.finalize("failed")
+    assert stream.tried == 1, "no second attempt"
+
+
+SOMEWHERE = logging.getLogger("nemo_kto.somewhere")
+
+
+def lines(folder: Path) -> list[tuple[int, str, str]]:
+    content = map(json.loads, (folder / WARNINGS_FILE).read_text().splitlines())
+    return [(line["step"], line["level"], line["text"]) for line in content]
+
+
+def test_warnings_are_written_with_their_step(tmp_path: Path) -> None:
+    step = 0
+    with collect_warnings() as warnings:
+        SOMEWHERE.warning("before the folder is known")
+        assert not list(tmp_path.iterdir())
+        warnings.open_file(tmp_path, step=lambda: step, resumed_step=None)
+        SOMEWHERE.info("no warning")
+        step = 7
+        for _ in range(2):
+            SOMEWHERE.warning("loss of %.1f and https://me:password@host", 3.5)
+        logging.getLogger("library").error("failed")
+    SOMEWHERE.warning("after the run")
+    assert lines(tmp_path) == [
+        (0, "warning", "before the folder is known"),
+        (7, "warning", "loss of 3.5 and https://***@host"),
+        (7, "error", "failed"),
+    ]
+
+
+def test_a_resumed_run_drops_the_warnings_of_repeated_steps(tmp_path: Path) -> None:
+    for resumed_step, at in ((None, 4), (None, 9), (5, 6)):
+        with collect_warnings() as warnings:
+            warnings.open_file(tmp_path, step=lambda at=at: at, resumed_step=resumed_step)  # type: ignore[misc]
+            SOMEWHERE.warning("at step %s", at)
+    assert lines(tmp_path) == [(6, "warning", "at step 6")]

@@ -17,8 +17,10 @@ import pytest
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
-from nemo_kto.memory.memory import Training
-from nemo_kto.memory.speed import GPUS, GPUS_PER_MACHINE, Hardware, Step, step_speed
+from nemo_kto.memory.hardware import GPUS, GPUS_PER_MACHINE, Hardware
+from nemo_kto.memory.rank_memory import Training
+from nemo_kto.memory.run_plan import Step
+from nemo_kto.tools.plan.speed import step_speed
 from tests.helpers.published_models import CONFIGS
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "internals" / "scaling.md"

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.memory.run_plan import Plan, gpus_elsewhere, make_plan
-from nemo_kto.memory.speed import LINK_EFFICIENCY, MEMORY_EFFICIENCY, step_speed, step_traffic
+from nemo_kto.memory.hardware import gpus_elsewhere
+from nemo_kto.memory.run_plan import Plan, make_plan
 from nemo_kto.models.flops import Passes
+from nemo_kto.tools.plan.speed import LINK_EFFICIENCY, MEMORY_EFFICIENCY, speed_of, step_speed, step_traffic
 from tests.helpers.published_models import CONFIGS
 from tests.unit.conftest import Load
 
@@ -73,7 +74,7 @@ def test_what_crosses_machines(gpus: int, keys: list[str], ports: dict[str, int]
 def test_the_ring_of_a_group_is_no_faster_than_the_links_of_a_machine(plan: Callable[..., Plan]) -> None:
     """Eight ranks on each of two machines."""
     found = plan(16)
-    sent = found.speed.traffic.data / LINK_EFFICIENCY
+    sent = speed_of(found).traffic.data / LINK_EFFICIENCY
     without = seconds(found, link=math.inf, network=math.inf)
     assert seconds(found, link=1e9, network=1e9) - without == pytest.approx(sent / 1e9)
     assert seconds(found, link=math.inf, network=1e9) - without == pytest.approx(sent / 8e9)
@@ -82,12 +83,12 @@ def test_the_ring_of_a_group_is_no_faster_than_the_links_of_a_machine(plan: Call
 def test_tokens_for_experts_are_sent_within_and_between_machines(plan: Callable[..., Plan]) -> None:
     """Of the 15 other ranks 7 are on the same machine."""
     found = plan(16, *OF_RANKS, model=MIXTURE)
-    sent, without = found.speed.traffic.expert, seconds(found, link=math.inf, network=math.inf)
-    others = found.speed.traffic.data / 8  # between the machines, over all ports
+    sent, without = speed_of(found).traffic.expert, seconds(found, link=math.inf, network=math.inf)
+    others = speed_of(found).traffic.data / 8  # between the machines, over all ports
     between = seconds(found, link=math.inf, network=1e9) - without
     assert between == pytest.approx((sent * 8 / 15 + others) / (1e9 * LINK_EFFICIENCY))
     within = seconds(found, link=1e9, network=math.inf) - without
-    assert within == pytest.approx((sent * 7 / 15 + found.speed.traffic.data) / (1e9 * LINK_EFFICIENCY))
+    assert within == pytest.approx((sent * 7 / 15 + speed_of(found).traffic.data) / (1e9 * LINK_EFFICIENCY))
 
 
 def test_experts_take_longer_than_their_flops(plan: Callable[..., Plan]) -> None:
@@ -101,7 +102,7 @@ def test_experts_take_longer_than_their_flops(plan: Callable[..., Plan]) -> None
     assert faster == pytest.approx(moved / (3.35e12 * MEMORY_EFFICIENCY))
     # 4 micro-batches of 4,096 tokens on 16 ranks, 8 of 128 experts for each: 4,096 tokens, a quarter more than without
     flops = 48 * (passes + 2) * choices * 3 * 2 * 2048 * 768
-    dense = found.speed.flops / 16 / (0.5 * 989e12)
+    dense = speed_of(found).flops / 16 / (0.5 * 989e12)
     alone = seconds(found, link=math.inf, network=math.inf, bandwidth=math.inf)
     assert alone - dense == pytest.approx(flops / 4 / (0.5 * 989e12))
 
@@ -120,8 +121,8 @@ def test_the_host_launches_kernels_no_faster(keys: list[str], milliseconds: floa
     """With rows of 32 tokens, one in each of 64 micro-batches."""
     found = plan(1, *keys, "model.data.seq_length=32", "model.micro_batch_size=1")
     assert found.step.micro_batches == 64
-    assert found.speed.seconds == pytest.approx(64 * 32 * milliseconds / 1000)
-    assert seconds(found, link=None) < found.speed.seconds
+    assert speed_of(found).seconds == pytest.approx(64 * 32 * milliseconds / 1000)
+    assert seconds(found, link=None) < speed_of(found).seconds
 
 
 def test_fp8_halves_the_time_of_linear_layers_without_experts(plan: Callable[..., Plan]) -> None:

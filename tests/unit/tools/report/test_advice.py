@@ -11,7 +11,7 @@ import pytest
 
 from nemo_kto.records.run_record import read_run
 from nemo_kto.tools.report.advice import RULES, advice_for
-from nemo_kto.tools.report.facts import MINUS
+from nemo_kto.utils.text import MINUS
 from tests.helpers.run_folders import RECORDED, changed, data_of, healthy, write_run
 
 Lines = list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Estimate of the time of a step from its FLOPs, its communication and the pipeline bubble, and the figures of GPUs.
+"""Estimate of the time of a step from its FLOPs, its communication and the pipeline bubble.
 
 Communication is assumed not to overlap with computation. Not included are reading data, the optimizer update, swaps of the
 reference, validation and checkpoints. tests/unit/tools/plan/test_published.py compares the estimates with published figures.
@@ -8,11 +8,6 @@ all-reduce of n bytes, and half of that for each of its halves, an all-gather or
 tests/distributed/memory/test_traffic.py counts the bytes on real ranks. Not counted is communication that does not grow
 with the model or the batch (sums of metrics, flags that ranks agree on), and with DoRA and dropout the products
 W dropout(x).
-
-The figures of GPUs are published by the manufacturers, none measured by this project. Sources: NVIDIA's data sheets "A100
-Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM), "H200 Tensor Core GPU", "L40S", "DGX B200" and "GB200 NVL72", dense
-figures without sparsity; "DGX A100" (eight 200 Gb/s ports), "DGX H100/H200" and "DGX B200" (eight 400 Gb/s ports). An L40S
-sends over PCIe.
 """
 
 from __future__ import annotations
@@ -21,43 +16,14 @@ from dataclasses import dataclass, fields
 
 from nemo_kto.architecture.lora import adapted_mappings
 from nemo_kto.architecture.segments import split_dimension
-from nemo_kto.memory.memory import Training
+from nemo_kto.memory.hardware import GPUS_PER_MACHINE, Hardware
+from nemo_kto.memory.micro_batches import FORWARD_LAUNCHES
+from nemo_kto.memory.rank_memory import Training
+from nemo_kto.memory.run_plan import Plan, Step
 from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.models.flops import EXPERTS, MIXER, Block, Flops, Passes
 
 _FP32, _FP64, _INT64 = 4, 8, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Passes through the model in a step."""
-
-    rows: int  # sequences of the global batch, each with a forward and a backward pass
-    width: int  # tokens per sequence: the mean over the rows, or the maximum before they are read
-    micro_batches: int  # of a data-parallel rank, of rows of this length
-    answer: int | None = None  # tokens per sequence whose log-prob is computed; None for all but the first
-    # Forward passes without gradient, each over ``rows`` sequences: for KL examples, for a loss that looks ahead, and for a
-    # reference that is evaluated.
-    forward_only: int
-    disabled: int = 0  # of these, passes of a reference that is the model with adapters disabled
-    # Fractions of the tokens and of the FLOPs of separate sequences that are computed: below 1 if answers share prompts.
-    computed_tokens: float = 1.0
-    computed_flops: float = 1.0
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that are trained on."""
-        return self.rows * self.width
-
-    @property
-    def computed(self) -> float:
-        """Number of tokens of a pass, on average over the passes of a step."""
-        return self.tokens * self.computed_tokens
-
-    @property
-    def answers(self) -> int:
-        """Number of tokens whose log-prob is computed."""
-        return self.rows * (self.width - 1 if self.answer is None else self.answer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,85 +205,12 @@ def _again(training: Training, block: Block) -> int:
 EFFICIENCY = 0.5
 # Fraction of its peak bandwidth that a link, and the memory of a GPU, reaches; assumptions.
 LINK_EFFICIENCY, MEMORY_EFFICIENCY = 0.6, 0.85
-GPUS_PER_MACHINE = 8
-# Seconds in which the host launches the kernels of a layer, forward (about 30, 6 to 7 microseconds each) and backward, and
-# how many times longer that takes with adapters; assumptions.
-FORWARD_LAUNCHES, BACKWARD_LAUNCHES, ADAPTER_LAUNCHES = 2e-4, 3e-4, 2
+# Seconds in which the host launches the kernels of a layer backward, and how many times longer all launches take with
+# adapters; assumptions.
+_BACKWARD_LAUNCHES, _ADAPTER_LAUNCHES = 3e-4, 2
 # Tokens of an expert in a micro-batch with which its products are half as fast as large ones: fitted to the published
 # figures of experts in tests/unit/tools/plan/test_published.py.
 _SMALL_PRODUCT = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Device of a rank."""
-
-    name: str
-    memory: float  # bytes
-    flops: dict[int, float]  # bytes per value -> peak FLOP/s: 1 for fp8, 2 for bf16, 4 for fp32 without TF32
-    capability: tuple[int, int] | None = None  # CUDA compute capability; None if unknown
-    # Bytes per second that a GPU can send to GPUs of its machine and to other machines; None on a CPU, whose ranks share one
-    # memory.
-    link: float | None = None
-    network: float | None = None
-    bandwidth: float | None = None  # bytes per second of a GPU's memory
-    measured: bool = False  # ``flops`` was measured on this machine just now, and is not a peak
-    busy: float = 1.0  # how many times slower it is while other programs use it; 1 if none do, or if it was not measured
-
-    def reached(self, element_bytes: int) -> float:
-        """Return the expected FLOP/s for values of ``element_bytes`` bytes."""
-        return self.flops[element_bytes] * (1.0 if self.measured else EFFICIENCY)
-
-
-_AMPERE, _HOPPER = {2: 312e12, 4: 19.5e12}, {1: 1979e12, 2: 989e12, 4: 67e12}
-# A more specific name stands before the name that it contains.
-GPUS = {
-    "a100-40": Hardware(
-        name="A100 40GB", memory=40e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9, bandwidth=1.56e12
-    ),
-    "a100": Hardware(
-        name="A100 80GB", memory=80e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9, bandwidth=2.04e12
-    ),
-    "h100": Hardware(
-        name="H100 80GB", memory=80e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9, bandwidth=3.35e12
-    ),
-    "h200": Hardware(
-        name="H200", memory=141e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9, bandwidth=4.8e12
-    ),
-    "gb200": Hardware(
-        name="GB200",
-        memory=186e9,
-        flops={1: 5000e12, 2: 2500e12, 4: 80e12},
-        capability=(10, 0),
-        link=900e9,
-        network=50e9,
-        bandwidth=8e12,
-    ),
-    "b200": Hardware(
-        name="B200",
-        memory=180e9,
-        flops={1: 4500e12, 2: 2250e12, 4: 80e12},
-        capability=(10, 0),
-        link=900e9,
-        network=50e9,
-        bandwidth=8e12,
-    ),
-    "l40s": Hardware(
-        name="L40S",
-        memory=48e9,
-        flops={1: 733e12, 2: 362e12, 4: 91.6e12},
-        capability=(8, 9),
-        link=32e9,
-        network=25e9,
-        bandwidth=0.864e12,
-    ),
-}
-DEFAULT_GPU = "h100"
-
-
-def known_gpu(name: str) -> Hardware | None:
-    """Return the GPU with a driver's product name, such as "NVIDIA H100 80GB HBM3"; None if it is not listed."""
-    return next((gpu for key, gpu in GPUS.items() if all(part in name.lower() for part in key.split("-"))), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +221,11 @@ class Speed:
     traffic: Traffic  # of a rank of the stage that sends the most bytes
     bubble: float  # fraction of the time in which a rank waits for the pipeline to fill and to drain
     seconds: float  # duration of the step
+
+
+def speed_of(plan: Plan) -> Speed:
+    """Estimate the speed of a step of a plan."""
+    return step_speed(plan.training, plan.step, plan.machines.hardware)
 
 
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
@@ -344,6 +242,11 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
         bubble=bubble,
         seconds=seconds / (1 - bubble),
     )
+
+
+def _reached_flops(hardware: Hardware, element_bytes: int) -> float:
+    """Return the expected FLOP/s for values of ``element_bytes`` bytes."""
+    return hardware.flops[element_bytes] * (1.0 if hardware.measured else EFFICIENCY)
 
 
 def _stage_flops(training: Training, step: Step, operations: Flops, hardware: Hardware) -> list[float]:
@@ -376,14 +279,14 @@ def _stage_seconds(training: Training, step: Step, hardware: Hardware, stage: in
 
     A GPU waits for the host if launching the kernels takes longer than running them.
     """
-    seconds = flops / (training.tensor_parallel * training.replicas) / hardware.reached(training.element_bytes)
+    seconds = flops / (training.tensor_parallel * training.replicas) / _reached_flops(hardware, training.element_bytes)
     if hardware.link is None or hardware.network is None or hardware.bandwidth is None:
         return seconds
     seconds += _experts_seconds(training, step, hardware, stage)
     seconds += _sending_seconds(training, traffic, hardware.link * LINK_EFFICIENCY, hardware.network * LINK_EFFICIENCY)
     passes = 1 + step.forward_only + (training.recompute == "full")
     layers = len({block.layer for block in training.blocks[stage]})
-    launches = (passes * FORWARD_LAUNCHES + BACKWARD_LAUNCHES) * (1 if training.adapters is None else ADAPTER_LAUNCHES)
+    launches = (passes * FORWARD_LAUNCHES + _BACKWARD_LAUNCHES) * (1 if training.adapters is None else _ADAPTER_LAUNCHES)
     return max(seconds, layers * training.split.micro_batches(step.micro_batches) * launches)
 
 
@@ -403,7 +306,7 @@ def _experts_seconds(training: Training, step: Step, hardware: Hardware, stage: 
     passes = sum(1 + step.forward_only + _again(training, block) for block in blocks)
     weights = (2 + architecture.family.gated_mlp) * architecture.hidden_size * experts.ffn_hidden_size
     products = 2 * weights * choices * (passes + len(blocks) * (2 if training.adapters is None else 1))
-    lost = products * _SMALL_PRODUCT / tokens / hardware.reached(training.element_bytes)
+    lost = products * _SMALL_PRODUCT / tokens / _reached_flops(hardware, training.element_bytes)
     moved = 4 * 2 * architecture.hidden_size * training.element_bytes * choices * (passes + len(blocks))
     return lost + moved / (hardware.bandwidth * MEMORY_EFFICIENCY)
 

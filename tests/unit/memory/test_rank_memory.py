@@ -14,13 +14,14 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import logprobs
-from nemo_kto.memory import memory
-from nemo_kto.memory import memory as planner_memory
+from nemo_kto.memory import rank_memory as planner_memory
 from nemo_kto.memory.activations import Activations
-from nemo_kto.memory.memory import RankMemory, Training, rank_memory, stages_memory
-from nemo_kto.memory.speed import GPUS, Step, step_speed, step_traffic
+from nemo_kto.memory.hardware import GPUS
+from nemo_kto.memory.rank_memory import RankMemory, Training, rank_memory, stages_memory
+from nemo_kto.memory.run_plan import Step
 from nemo_kto.models.engine import adam
 from nemo_kto.models.flops import ModelFlops, Passes
+from nemo_kto.tools.plan.speed import step_speed, step_traffic
 from tests.helpers.tiny_models import make_checkpoint
 
 TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64
@@ -229,7 +230,7 @@ def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
         assert adapted == hidden + 100 * rows * (of_gradient + 4)
         large = first(replace(architecture, vocab_size=100_000), **gpu, logprob_chunk=1).logprobs
         assert large == hidden + 100_000 * of_gradient + 8192 * HIDDEN * 4
-    assert memory._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
+    assert planner_memory._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
 
 
 def test_the_peak_of_memory(architecture: Architecture) -> None:
