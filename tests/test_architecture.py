@@ -165,7 +165,7 @@ PACKAGES = {
     ),
 }
 # Modules of the top level; they import only the standard library, and each other.
-ALL_MAY_IMPORT = names("__version__ errors")
+ALL_MAY_IMPORT = names("__version__ errors redaction")
 _TOP_LEVEL = frozenset(f"nemo_kto.{name}" for name in ALL_MAY_IMPORT)
 # The files that may name torch.cuda: one uses it, the other puts answers for the CPU in its place.
 DEVICE_FILES = names("device/device.py device/patches.py")

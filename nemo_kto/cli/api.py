@@ -25,10 +25,11 @@ from nemo_kto.config.checker import POSITIONS, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import config_type
 from nemo_kto.data.rows.arguments import data_prefix_of
-from nemo_kto.errors import UserError, either, redacted, show
+from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import ranks, signals
 from nemo_kto.records.run_record import check_not_in_use
+from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.text_table import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import echo, names

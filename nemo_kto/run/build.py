@@ -46,6 +46,7 @@ from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
+from nemo_kto.redaction import redacted_value
 from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.lifecycle import (
     agree_on_models,
@@ -71,7 +72,6 @@ from nemo_kto.telemetry.text_table import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 from nemo_kto.tools.plan.auto import START
-from nemo_kto.utils.text import redacted_value
 
 logger = logging.getLogger(__name__)
 

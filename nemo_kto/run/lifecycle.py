@@ -26,7 +26,7 @@ from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_val
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state
-from nemo_kto.errors import UserError, describe, redacted
+from nemo_kto.errors import UserError, describe
 from nemo_kto.huggingface.folders import check_target
 from nemo_kto.huggingface.hf_weights import export_bytes
 from nemo_kto.processes.ranks import requeue
@@ -47,6 +47,7 @@ from nemo_kto.records.run_record import (
     read_run,
     refuse_second_run,
 )
+from nemo_kto.redaction import redacted
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.resume import Resumption
