@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict
 
 from nemo_kto.errors import UserError
-from nemo_kto.utils.field_errors import file_errors
+from nemo_kto.utils.fields import file_errors
 from nemo_kto.utils.files import file_inside, read_json
 
 _FILES = ("generation_config.json", "config.json")  # transformers reads the first that exists

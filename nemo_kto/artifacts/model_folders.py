@@ -19,7 +19,7 @@ from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoi
 from nemo_kto.artifacts.hub import HUB
 from nemo_kto.artifacts.safetensors_files import find_weights
 from nemo_kto.errors import UserError
-from nemo_kto.utils.field_errors import file_errors
+from nemo_kto.utils.fields import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
 
 _SHAPE = (

@@ -32,7 +32,7 @@ from nemo_kto.records.run_record import check_not_in_use
 from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.text_table import figures_of, model_lines, table
-from nemo_kto.utils.field_errors import echo, names
+from nemo_kto.utils.fields import echo, names
 
 if TYPE_CHECKING:
     import pandas

@@ -18,7 +18,7 @@ from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_val
 from nemo_kto.config.saved_config import saved_value, settings_of_user
 from nemo_kto.config.schema import LAYOUT, RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.utils.field_errors import echo, names
+from nemo_kto.utils.fields import echo, names
 
 POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}
 # Short words for keys of the command line; {name}: the algorithm.

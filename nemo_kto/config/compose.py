@@ -34,7 +34,7 @@ from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
-from nemo_kto.utils.field_errors import echo, mistakes, names
+from nemo_kto.utils.fields import echo, mistakes, names
 from nemo_kto.utils.files import load_yaml
 
 PACKAGE = "nemo_kto.conf"

@@ -16,7 +16,7 @@ from nemo_kto.config import migration
 from nemo_kto.config.compose import FREE_FORM, WRONG, Source, known_keys, load, our_source, reason, recipe_of, to_config
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 
 Rules = Callable[[RunConfig], Sequence[ConfigError]]  # constraints that concern several keys, files or the machine
 

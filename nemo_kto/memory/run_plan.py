@@ -29,7 +29,7 @@ from nemo_kto.memory.micro_batches import (
 )
 from nemo_kto.memory.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Hardware, Speed, Step, known_gpu, step_speed
 from nemo_kto.models.engine.sequences import MicroBatchLimits
-from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.fields import echo
 
 Values = dict[str, object]  # keys of the configuration, without "model." -> values
 # Part of the memory of a GPU that a run may need by the estimate with the reference in it, and with the default number of

@@ -30,8 +30,7 @@ from nemo_kto.data.rows.data_sources import UNNAMED
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, plural
 from nemo_kto.run.data import RunData
-from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.fields import MustStay
+from nemo_kto.utils.fields import MustStay, echo, names
 
 logger = logging.getLogger(__name__)
 

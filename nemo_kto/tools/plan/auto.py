@@ -13,7 +13,7 @@ from nemo_kto.errors import ConfigError
 from nemo_kto.memory import run_plan as plan_run
 from nemo_kto.memory.run_plan import ROOM, Machines, Plan, Values
 from nemo_kto.tools.plan.shortage import find_shortage
-from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.fields import echo
 
 # Model settings that have a meaning only together: if the user has set one, all are kept.
 _TOGETHER = (

@@ -17,7 +17,7 @@ from nemo_kto.config.schema import config_type
 from nemo_kto.tools.translate.option_files import read_options
 from nemo_kto.tools.translate.trainer_options import table
 from nemo_kto.tools.translate.translation import Translation, translate
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 from nemo_kto.utils.text import shell_comment
 
 _DESCRIPTION = """\

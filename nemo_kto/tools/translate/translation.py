@@ -23,7 +23,7 @@ from nemo_kto.tools.translate.trainer_options import (
     table,
     trains_adapters,
 )
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import shell_word
 

@@ -22,7 +22,7 @@ from nemo_kto.tools.translate import translate_command as command
 from nemo_kto.tools.translate.option_files import read_options
 from nemo_kto.tools.translate.trainer_options import table
 from nemo_kto.tools.translate.translation import translate
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 from nemo_kto.utils.text import shell_word
 from tests.helpers.messages import Message, raises
 
