@@ -49,10 +49,10 @@ from nemo_kto.artifacts.checkpoint_files import (
     size_text,
 )
 from nemo_kto.artifacts.model_content import model_config, read_companions
-from nemo_kto.checkpoint import model_state
+from nemo_kto.checkpoint import sharded_weights
 from nemo_kto.checkpoint.discovery import verify
-from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
-from nemo_kto.checkpoint.optimizer_state import is_distributed, load_optimizer_state, load_schedule, optimizer_state
+from nemo_kto.checkpoint.sharded_weights import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.sharded_optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
 from nemo_kto.checkpoint.safe_loading import load_plain, load_state, read_errors
 from nemo_kto.checkpoint.writer import (
     FileWriter,

@@ -33,7 +33,7 @@ from nemo_kto.artifacts.safetensors_files import (
     is_our_model,
     write_shards,
 )
-from nemo_kto.checkpoint.model_state import dtype_name
+from nemo_kto.checkpoint.sharded_weights import dtype_name
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together

@@ -37,7 +37,7 @@ from nemo_kto.artifacts.adapter_files import (
     read_adapter_settings,
 )
 from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, read_header
-from nemo_kto.checkpoint.model_state import adapters_of
+from nemo_kto.checkpoint.sharded_weights import adapters_of
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.hf_weights import read_weights

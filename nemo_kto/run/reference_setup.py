@@ -18,7 +18,7 @@ from nemo_kto.algorithms.duration import batches_to_epoch_end, steps_to_epoch_en
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.model_folders import ModelSource
 from nemo_kto.checkpoint.manager import load_weights_only, saved_adapters
-from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.sharded_weights import get_rng_state, set_rng_state
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.loader import every_example
 from nemo_kto.device import device

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.checkpoint import model_state
+from nemo_kto.checkpoint import sharded_weights
 from nemo_kto.distributed import state
 from nemo_kto.huggingface import mapping
 from nemo_kto.models.gpt import build_gpt
