@@ -21,8 +21,8 @@ from nemo_kto.artifacts.checkpoint_files import (
     read_checkpoint,
 )
 from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.sharded_weights import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
+from nemo_kto.checkpoint.sharded_weights import adapters_in
 from nemo_kto.cli.checkpoint_command import main
 from nemo_kto.errors import UserError
 from nemo_kto.run.resume import differences
