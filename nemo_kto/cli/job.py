@@ -21,8 +21,7 @@ from omegaconf import DictConfig
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.artifacts.hub import is_hub_name
 from nemo_kto.config import compose
-from nemo_kto.config.checker import Checker, InvalidConfig
-from nemo_kto.config.mistakes import does_not_compose
+from nemo_kto.config.checker import Checker, InvalidConfig, does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.gpu_rules import check_transformer_engine
 from nemo_kto.config.rules.training_rules import run_errors, unused_keys

@@ -11,8 +11,7 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli import integer_from
 from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
-from nemo_kto.config.checker import SHORT, read_positions
-from nemo_kto.config.mistakes import find_mistakes
+from nemo_kto.config.checker import SHORT, find_mistakes, read_positions
 from nemo_kto.config.schema import config_type
 from nemo_kto.tools.translate.option_files import read_options
 from nemo_kto.tools.translate.trainer_options import table
