@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
 def remaining_errors(found: Translation, further: Sequence[str] = ()) -> list[str]:
     """Return the errors that the translated command would have, apart from those in files."""
     words, recipe = [*found.words(), *further], found.recipe
-    source = compose.Source(config_name=recipe.config_name)
+    source = compose.our_source(recipe)
     return [str(error) for error in find_mistakes(words, source=source, recipe=recipe, rules=lambda cfg: [])]
 
 
