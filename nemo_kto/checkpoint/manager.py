@@ -48,7 +48,7 @@ from nemo_kto.artifacts.checkpoint_files import (
     rank_by,
     size_text,
 )
-from nemo_kto.artifacts.model_content import model_config, read_companions
+from nemo_kto.artifacts.companion_files import model_config, read_companions
 from nemo_kto.checkpoint.discovery import verify
 from nemo_kto.checkpoint.safe_loading import load_plain, load_sharded, read_errors
 from nemo_kto.checkpoint.sharded_optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state

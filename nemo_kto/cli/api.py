@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
-from nemo_kto.artifacts.model_content import auto_class
+from nemo_kto.artifacts.companion_files import auto_class
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, quoted

@@ -39,11 +39,11 @@ from nemo_kto.artifacts.adapter_files import (
 from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, read_header
 from nemo_kto.checkpoint.sharded_weights import adapters_of
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface.folders import write_together
+from nemo_kto.huggingface.export_folder import write_together
 from nemo_kto.huggingface.hf_weights import read_weights
-from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
 from nemo_kto.huggingface.quantized import StoredWeight
-from nemo_kto.huggingface.stream import gather_weights
+from nemo_kto.huggingface.rank_weights import differences, rank_adapters, wanted_adapters
+from nemo_kto.huggingface.weight_stream import gather_weights
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 

@@ -23,8 +23,8 @@ import yaml
 from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.artifacts.companion_files import CARD, auto_class
 from nemo_kto.artifacts.hub import HUB, hub_name
-from nemo_kto.artifacts.model_content import CARD, auto_class
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.rows.data_sources import validation_names

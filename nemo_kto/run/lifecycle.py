@@ -27,7 +27,7 @@ from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, describe
-from nemo_kto.huggingface.folders import check_target
+from nemo_kto.huggingface.export_folder import check_target
 from nemo_kto.huggingface.hf_weights import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped

@@ -20,7 +20,7 @@ import numpy as np
 from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoints
-from nemo_kto.artifacts.model_content import content_hash, model_files, tokenizer_files
+from nemo_kto.artifacts.content_hashes import content_hash, model_files, tokenizer_files
 from nemo_kto.artifacts.model_folders import find_source
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from nemo_kto.architecture.families import MULTIMODAL
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.adapter_files import beginning_of
-from nemo_kto.artifacts.model_content import auto_class
+from nemo_kto.artifacts.companion_files import auto_class
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat_template import RecordEncoder, load_tokenizer

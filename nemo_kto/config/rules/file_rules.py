@@ -27,7 +27,7 @@ from nemo_kto.architecture.lora import (
 )
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
-from nemo_kto.artifacts.model_content import is_quantized
+from nemo_kto.artifacts.companion_files import is_quantized
 from nemo_kto.artifacts.model_folders import (
     check_same_shape,
     find_source,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nemo_kto.artifacts.model_content import transformers_fields, without_class
+from nemo_kto.artifacts.companion_files import transformers_fields, without_class
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 from nemo_kto.data.rows.drops import is_empty_answer
 from nemo_kto.data.rows.records import (

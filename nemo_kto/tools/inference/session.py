@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from nemo_kto.artifacts.generation_files import read_generation_settings
-from nemo_kto.artifacts.model_content import auto_class
+from nemo_kto.artifacts.companion_files import auto_class, read_generation_settings
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat_template import RecordEncoder, load_tokenizer
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn

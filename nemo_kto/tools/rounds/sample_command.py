@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.artifacts.model_content import quick_hash
+from nemo_kto.artifacts.content_hashes import quick_hash
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.cli import integer_from
 from nemo_kto.data.rows.reader import RowErrors

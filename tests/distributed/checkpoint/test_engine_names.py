@@ -19,7 +19,7 @@ from torch import nn
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.checkpoint.sharded_weights import load_weights, sharded_weights
 from nemo_kto.distributed import state
-from nemo_kto.huggingface import mapping
+from nemo_kto.huggingface.rank_weights import rank_weights
 from nemo_kto.models.gpt import build_gpt
 from tests.helpers.rank_pool import RankPool
 
@@ -99,7 +99,7 @@ def engine_and_ours(folder: Path, family: str) -> dict[str, Any]:
     assert all(bool((parameter == 1).all()) for parameter in engine.parameters())
 
     def placed(chunk: nn.Module) -> set[tuple[str, int | None, torch.Size]]:
-        weights = mapping.rank_weights([chunk], architecture)
+        weights = rank_weights([chunk], architecture)
         return {(weight.mapping.mcore_name, weight.place.get("layer"), weight.parameter.shape) for weight in weights}
 
     return {

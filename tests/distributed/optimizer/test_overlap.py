@@ -20,7 +20,7 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.checkpoint.sharded_weights import sharded_weights
 from nemo_kto.distributed import gradients as overlapping
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.mapping import rank_weights
+from nemo_kto.huggingface.rank_weights import rank_weights
 from nemo_kto.models.engine import optimizer as of_models
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.models.lora.adapters import merge_adapters

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts import model_content as content
-from nemo_kto.artifacts.model_content import model_config, read_companions, with_dtype
+from nemo_kto.artifacts import companion_files as content
+from nemo_kto.artifacts.companion_files import model_config, read_companions, with_dtype
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
 

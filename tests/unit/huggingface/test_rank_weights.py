@@ -11,7 +11,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Experts
 from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.segments import Segment, cut, place_in_file, segments, split_dimension
-from nemo_kto.huggingface.mapping import wanted_weights
+from nemo_kto.huggingface.rank_weights import wanted_weights
 from tests.helpers.tiny_models import tiny_architecture
 
 

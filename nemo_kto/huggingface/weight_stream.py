@@ -16,7 +16,7 @@ from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.segments import is_cut, segments, source_shapes, split_dimension
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.mapping import Weight
+from nemo_kto.huggingface.rank_weights import Weight
 
 # Header of a parameter sent by a pipeline stage: mapping, layer and expert, and shape and dtype of the values that follow.
 _Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
