@@ -37,18 +37,6 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.artifacts.checkpoint_files import (
-    INFO,
-    Checkpoint,
-    Written,
-    checkpoint_folder,
-    find_checkpoints,
-    hash_file,
-    info_text,
-    rank_by,
-    size_text,
-)
-from nemo_kto.artifacts.companion_files import model_config, read_companions
 from nemo_kto.checkpoint.discovery import verify
 from nemo_kto.checkpoint.safe_loading import load_plain, load_sharded, read_errors
 from nemo_kto.checkpoint.sharded_optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
@@ -76,6 +64,18 @@ from nemo_kto.checkpoint.writer import (
 )
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import (
+    INFO,
+    Checkpoint,
+    Written,
+    checkpoint_folder,
+    find_checkpoints,
+    hash_file,
+    info_text,
+    rank_by,
+    size_text,
+)
+from nemo_kto.model_files.companion_files import model_config, read_companions
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.utils.files import NO_ROOM, REMOVING, WRITING, partial_folder, publish_folder, read_bytes, start_folder
 

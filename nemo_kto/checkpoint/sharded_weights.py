@@ -17,10 +17,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.checkpoint_files import adapter_settings
 from nemo_kto.device import device
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import adapter_settings
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.models.lora.adapters import is_adapter
 

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
-from nemo_kto.artifacts.companion_files import auto_class
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, quoted
@@ -27,6 +25,8 @@ from nemo_kto.config.schema import config_type
 from nemo_kto.data.rows.arguments import data_prefix_of
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
+from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, find_checkpoints
+from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.processes import ranks, signals
 from nemo_kto.records.run_record import check_not_in_use
 from nemo_kto.redaction import redacted

@@ -19,13 +19,13 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes.recipe import Recipe
-from nemo_kto.artifacts import hub
 from nemo_kto.config import compose, migration
 from nemo_kto.config.compose import WRONG
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
 from nemo_kto.config.saved_config import saved_value, settings_of_user
 from nemo_kto.config.schema import LAYOUT, RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
+from nemo_kto.model_files import hub
 from nemo_kto.utils.fields import echo, names
 
 POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}

@@ -25,7 +25,14 @@ from nemo_kto.architecture.lora import (
     hf_module,
 )
 from nemo_kto.architecture.param_mapping import name_in_file
-from nemo_kto.artifacts.adapter_files import (
+from nemo_kto.checkpoint.sharded_weights import adapters_of
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.export_folder import write_together
+from nemo_kto.huggingface.hf_weights import read_weights
+from nemo_kto.huggingface.quantized import StoredWeight
+from nemo_kto.huggingface.rank_weights import differences, rank_adapters, wanted_adapters
+from nemo_kto.huggingface.weight_stream import gather_weights
+from nemo_kto.model_files.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     JOINED,
@@ -35,14 +42,7 @@ from nemo_kto.artifacts.adapter_files import (
     is_our_adapter,
     read_adapter_settings,
 )
-from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, read_header
-from nemo_kto.checkpoint.sharded_weights import adapters_of
-from nemo_kto.errors import UserError
-from nemo_kto.huggingface.export_folder import write_together
-from nemo_kto.huggingface.hf_weights import read_weights
-from nemo_kto.huggingface.quantized import StoredWeight
-from nemo_kto.huggingface.rank_weights import differences, rank_adapters, wanted_adapters
-from nemo_kto.huggingface.weight_stream import gather_weights
+from nemo_kto.model_files.safetensors_files import WRITTEN_BY, read_header
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 

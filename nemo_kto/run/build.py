@@ -28,7 +28,6 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import fraction_of
 from nemo_kto.algorithms.stopping import BestValidation, SkippedSteps
 from nemo_kto.architecture.lora import few_adapted, refused_by_peft
-from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun, find_callback
@@ -41,6 +40,7 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import plural
 from nemo_kto.memory.micro_batches import micro_batch_limits, repeats_keys
 from nemo_kto.memory.run_plan import Machines, check_memory, place_reference, size_micro_batches, these_machines
+from nemo_kto.model_files.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops

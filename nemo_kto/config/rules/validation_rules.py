@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from nemo_kto.algorithms.recipes.recipe import LARGER_IS_BETTER, OTHER_METRICS
-from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.rows.data_sources import (
     AUTO,
@@ -21,6 +20,7 @@ from nemo_kto.data.rows.prompts import read_prompts
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.losses.metrics import metric_prefix
+from nemo_kto.model_files.tokenizer_files import has_chat_template
 
 Errors = Iterator[ConfigError]
 Wanted = Mapping[str, tuple[object, bool, str]]  # key -> value, whether it is valid, and the constraint

@@ -17,13 +17,13 @@ from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
-from nemo_kto.artifacts.companion_files import copy_companions, with_dtype
-from nemo_kto.artifacts.safetensors_files import INDEX, is_our_model, write_shards
-from nemo_kto.artifacts.tokenizer_files import check_tokenizer
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import NewFolder, check_target
 from nemo_kto.huggingface.rank_weights import ENGINE_NAMES
 from nemo_kto.huggingface.weight_stream import FileWeights
+from nemo_kto.model_files.companion_files import copy_companions, with_dtype
+from nemo_kto.model_files.safetensors_files import INDEX, is_our_model, write_shards
+from nemo_kto.model_files.tokenizer_files import check_tokenizer
 from nemo_kto.tools.convert.megatron_checkpoints import MegatronCheckpoint, open_checkpoint
 from nemo_kto.tools.convert.megatron_config import compare, derive
 from nemo_kto.utils.files import file_inside, read_json

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import safetensors.torch
 
-from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface import export_folder
 from nemo_kto.huggingface.hf_weights import export, load_weights
+from nemo_kto.model_files.safetensors_files import is_our_model
 from tests.helpers import hf_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from nemo_kto.architecture.config_fields import QUANTIZATION_FIELDS, quantization_settings
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import ALIASES
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
-from nemo_kto.artifacts.content_hashes import tokenizer_files
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
+from nemo_kto.model_files.content_hashes import tokenizer_files
 from nemo_kto.utils.fields import file_errors
 from nemo_kto.utils.files import file_inside, read_bytes, read_json
 

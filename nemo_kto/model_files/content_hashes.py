@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
-from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
+from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from nemo_kto.model_files.checkpoint_files import INFO, config_folder, is_checkpoint
+from nemo_kto.model_files.safetensors_files import INDEX, SINGLE
 from nemo_kto.utils.files import file_inside
 from nemo_kto.utils.hashes import hash_once
 
