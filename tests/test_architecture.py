@@ -73,13 +73,13 @@ PACKAGES = {
         outside=names("pydantic annotated_types"),
         only_in=(("transformers", names("architecture.py rope.py")),),
     ),
-    "artifacts": Package(
+    "model_files": Package(
         own=names("architecture utils"),
         outside=names("pydantic annotated_types safetensors"),
         only_in=(("huggingface_hub", names("hub.py")),),
     ),
     "data": Package(
-        own=names("losses artifacts utils"),
+        own=names("losses model_files utils"),
         outside=names("torch"),
         never=names("torch.distributed torch.cuda"),
         only_in=(
@@ -92,15 +92,15 @@ PACKAGES = {
         ),
     ),
     "models": Package(
-        own=names("losses data device distributed layers mixers architecture artifacts utils"),
+        own=names("losses data device distributed layers mixers architecture model_files utils"),
         outside=names("torch numpy megatron.core"),
     ),
     "checkpoint": Package(
-        own=names("models device processes distributed architecture artifacts utils"),
+        own=names("models device processes distributed architecture model_files utils"),
         outside=names("torch numpy megatron.core"),
     ),
     "huggingface": Package(
-        own=names("checkpoint models device distributed mixers architecture artifacts utils"),
+        own=names("checkpoint models device distributed mixers architecture model_files utils"),
         outside=names("torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),
@@ -111,50 +111,50 @@ PACKAGES = {
         own=names("losses data telemetry models distributed utils"), outside=names("pydantic annotated_types")
     ),
     "config": Package(
-        own=names("losses data device processes telemetry architecture artifacts algorithms utils"),
+        own=names("losses data device processes telemetry architecture model_files algorithms utils"),
         outside=names("hydra omegaconf yaml pydantic annotated_types"),
         never=names("hydra._internal"),
     ),
-    "memory": Package(own=names("device telemetry layers mixers architecture artifacts models config utils")),
+    "memory": Package(own=names("device telemetry layers mixers architecture model_files models config utils")),
     "records": Package(
-        own=names("telemetry artifacts config utils"),
+        own=names("telemetry model_files config utils"),
         outside=names("numpy annotated_types"),
         only_in=(("matplotlib", names("drawing.py")),),
     ),
     "run": Package(
-        own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
+        own=names("losses data device processes distributed telemetry architecture model_files algorithms models utils")
         | names("layers mixers checkpoint huggingface config records memory"),
         outside=names("torch numpy transformers megatron.core"),
         only_in=(("yaml", names("card.py")),),
     ),
     "cli": Package(
-        own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
+        own=names("losses data device processes telemetry architecture model_files algorithms huggingface config")
         | names("records run memory utils"),
         outside=names("click hydra omegaconf"),
         never=names("hydra._internal"),
         only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
     ),
     "tools/inference": Package(
-        own=names("device data artifacts utils"),
+        own=names("device data model_files utils"),
         outside=names("torch transformers"),
         never=names("torch.distributed torch.cuda"),
         only_in=(("peft", names("opening.py")),),
     ),
-    "tools/chat": Package(own=names("tools/inference cli data artifacts telemetry utils"), outside=names("click")),
+    "tools/chat": Package(own=names("tools/inference cli data model_files telemetry utils"), outside=names("click")),
     "tools/convert": Package(
-        own=names("cli huggingface checkpoint device mixers architecture artifacts utils"),
+        own=names("cli huggingface checkpoint device mixers architecture model_files utils"),
         outside=names("click torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),
     "tools/inspect": Package(
-        own=names("cli config data run memory algorithms artifacts telemetry utils"), outside=names("click numpy")
+        own=names("cli config data run memory algorithms model_files telemetry utils"), outside=names("click numpy")
     ),
     "tools/plan": Package(
         own=names("cli run memory config algorithms models mixers architecture telemetry processes device data utils"),
         outside=names("click"),
     ),
     "tools/report": Package(
-        own=names("cli records data telemetry artifacts config utils"),
+        own=names("cli records data telemetry model_files config utils"),
         outside=names("click numpy annotated_types"),
         only_in=(
             ("jinja2", names("report_page.py")),
@@ -163,16 +163,16 @@ PACKAGES = {
         ),
     ),
     "tools/rounds": Package(
-        own=names("tools/inference cli data artifacts records telemetry utils"),
+        own=names("tools/inference cli data model_files records telemetry utils"),
         outside=names("click"),
         only_in=(("httpx", names("endpoint.py")), ("httpx2", names("endpoint.py"))),
     ),
     "tools/translate": Package(
-        own=names("cli config algorithms artifacts data utils"), outside=names("click omegaconf yaml")
+        own=names("cli config algorithms model_files data utils"), outside=names("click omegaconf yaml")
     ),
 }
 # Modules of the top level; they import only the standard library, and each other.
-ALL_MAY_IMPORT = names("__version__ errors")
+ALL_MAY_IMPORT = names("__version__ errors redaction")
 _TOP_LEVEL = frozenset(f"nemo_kto.{name}" for name in ALL_MAY_IMPORT)
 # The files that may name torch.cuda: one uses it, the other puts answers for the CPU in its place.
 DEVICE_FILES = names("device/device.py device/patches.py")

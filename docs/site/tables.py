@@ -15,8 +15,7 @@ from nemo_kto.config.compose import DEFAULT_LR, config_folder
 from nemo_kto.config.keys import all_keys
 from nemo_kto.config.schema import config_type
 from nemo_kto.tools.translate import translation
-from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.fields import MayChange, MustStay
+from nemo_kto.utils.fields import MayChange, MustStay, echo, names
 from nemo_kto.utils.files import load_yaml
 from nemo_kto.utils.text import markdown_table
 

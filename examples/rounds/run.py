@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import fmean
 from urllib.parse import urlsplit
 
-from nemo_kto.errors import redacted
+from nemo_kto.redaction import redacted
 
 REPORT_SECONDS = 10  # between two lines about a server that is not ready
 STOP_SECONDS = 60  # for a server to end, before it is killed

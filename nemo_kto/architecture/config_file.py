@@ -14,7 +14,7 @@ from nemo_kto.architecture.config_fields import ModelFields, read_quantization
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, ExpertFields, Family
 from nemo_kto.architecture.rope import rope_type
 from nemo_kto.errors import UserError, either, printable, show
-from nemo_kto.utils.field_errors import file_errors, names
+from nemo_kto.utils.fields import file_errors, names
 from nemo_kto.utils.files import read_json
 
 CONFIG = "config.json"

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from nemo_kto.artifacts.checkpoint_files import (
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import (
     Checkpoint,
     Written,
     damage,
@@ -15,8 +17,6 @@ from nemo_kto.artifacts.checkpoint_files import (
     read_or_damage,
     refuse_damaged,
 )
-from nemo_kto.distributed import state
-from nemo_kto.errors import UserError
 
 logger = logging.getLogger(__name__)
 

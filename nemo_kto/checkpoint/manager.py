@@ -37,23 +37,22 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.artifacts.checkpoint_files import (
-    INFO,
-    Checkpoint,
-    Written,
-    checkpoint_folder,
-    find_checkpoints,
-    hash_file,
-    info_text,
-    rank_by,
-    size_text,
-)
-from nemo_kto.artifacts.model_content import model_config, read_companions
-from nemo_kto.checkpoint import model_state
 from nemo_kto.checkpoint.discovery import verify
-from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
-from nemo_kto.checkpoint.optimizer_state import is_distributed, load_optimizer_state, load_schedule, optimizer_state
-from nemo_kto.checkpoint.safe_loading import load_plain, load_state, read_errors
+from nemo_kto.checkpoint.safe_loading import load_plain, load_sharded, read_errors
+from nemo_kto.checkpoint.sharded_optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
+from nemo_kto.checkpoint.sharded_weights import (
+    SavedAdapters,
+    adapters_in,
+    adapters_of,
+    check_adapters,
+    dtype_name,
+    get_rng_state,
+    load_reference,
+    load_weights,
+    set_rng_state,
+    sharded_reference,
+    sharded_weights,
+)
 from nemo_kto.checkpoint.writer import (
     FileWriter,
     PlannedSave,
@@ -65,6 +64,18 @@ from nemo_kto.checkpoint.writer import (
 )
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import (
+    INFO,
+    Checkpoint,
+    Written,
+    checkpoint_folder,
+    find_checkpoints,
+    hash_file,
+    info_text,
+    rank_by,
+    size_text,
+)
+from nemo_kto.model_files.companion_files import model_config, read_companions
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.utils.files import NO_ROOM, REMOVING, WRITING, partial_folder, publish_folder, read_bytes, start_folder
 
@@ -80,9 +91,9 @@ def checkpoint_dtype(path: Path) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[_read_info(path)["dtype"]]
 
 
-def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
+def saved_adapters(path: Path) -> SavedAdapters | None:
     """Return the adapter entry of a checkpoint's trainer.json; None if the checkpoint holds all weights of a model."""
-    return model_state.adapters_in(_read_info(path))
+    return adapters_in(_read_info(path))
 
 
 def _read_info(path: Path) -> dict[str, Any]:
@@ -98,10 +109,10 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """
     verify(path, ("state", "hf"))
     if (saved := saved_adapters(path)) is not None:
-        model_state.check_adapters(saved, chunks)
-    sharded = model_state.sharded_state(chunks, adapters=saved is not None)
+        check_adapters(saved, chunks)
+    sharded = sharded_weights(chunks, adapters=saved is not None)
     with read_errors(path / "state"):
-        model_state.load_state(chunks, load_state(sharded, path / "state"), adapters=saved is not None)
+        load_weights(chunks, load_sharded(sharded, path / "state"), adapters=saved is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +158,7 @@ class CheckpointManager:
     run: Mapping[str, Any] = field(default_factory=dict)  # values that a resumed run must share with this one
 
     def __post_init__(self) -> None:
-        self._adapters = model_state.adapters_of(self.chunks)
+        self._adapters = adapters_of(self.chunks)
         self._planned = PlannedSave()
         # Values replicated over data-parallel ranks are divided among them once: the structure never changes.
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -215,13 +226,13 @@ class CheckpointManager:
         The random generators are restored only if the layout equals the saved one. Raises UserError if the checkpoint holds
         other adapters, or one of its files is not as this program writes it.
         """
-        model_state.check_adapters(model_state.adapters_in(checkpoint.info), self.chunks)
+        check_adapters(adapters_in(checkpoint.info), self.chunks)
         folder, trainer = checkpoint.folder, dict(checkpoint.info["trainer"])
-        loaded = load_state(self._sharded_state(is_loading=True), folder / "state")
+        loaded = load_sharded(self._sharded_state(is_loading=True), folder / "state")
         with read_errors(folder / "state"):
-            model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
+            load_weights(self.chunks, loaded, adapters=self._adapters is not None)
             if self.reference_weights is not None:
-                model_state.load_reference(self.chunks, self.reference_weights, loaded)
+                load_reference(self.chunks, self.reference_weights, loaded)
             load_optimizer_state(self.optimizer, loaded)
             load_schedule(self.scheduler, loaded["scheduler"], step=trainer["step"])
         if checkpoint.info["layout"] == _layout():
@@ -230,17 +241,17 @@ class CheckpointManager:
         return trainer
 
     def _sharded_state(self, *, is_loading: bool) -> ShardedStateDict:
-        model = model_state.sharded_state(self.chunks, adapters=self._adapters is not None)
+        model = sharded_weights(self.chunks, adapters=self._adapters is not None)
         of_chunks = model if len(self.chunks) > 1 else model["model0"]
         optimizer = optimizer_state(self.optimizer, of_chunks, is_loading=is_loading)
         reference = {}
         if self.reference_weights is not None:
-            reference = model_state.sharded_reference(self.chunks, self.reference_weights)
+            reference = sharded_reference(self.chunks, self.reference_weights)
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _info(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
         info: dict[str, Any] = {"trainer": dict(trainer_state), "metrics": dict(metrics)}
-        info["dtype"] = model_state.dtype_name(self.chunks)
+        info["dtype"] = dtype_name(self.chunks)
         if self._adapters is not None:
             base_model = self.base_model or self.hugging_face_source
             info["adapters"] = {"base_model": str(base_model.absolute()), "settings": asdict(self._adapters)}

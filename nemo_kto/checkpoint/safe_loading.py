@@ -165,7 +165,7 @@ def load_plain(file: Path) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
+def load_sharded(sharded: ShardedStateDict, folder: Path) -> StateDict:
     """Load the ``state`` folder of a checkpoint with ``dist_checkpointing.load``; collective.
 
     The pickles are checked first, so that the rank that finds a problem raises an error that names the file. While

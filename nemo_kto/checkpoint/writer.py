@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nemo_kto.artifacts.checkpoint_files import Written
 from nemo_kto.device import device
+from nemo_kto.model_files.checkpoint_files import Written
 from nemo_kto.utils.files import remove_folder
 
 logger = logging.getLogger(__name__)

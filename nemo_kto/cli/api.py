@@ -17,21 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
-from nemo_kto.artifacts.model_content import auto_class
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import config_type
 from nemo_kto.data.rows.arguments import data_prefix_of
-from nemo_kto.errors import UserError, either, redacted, show
+from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
+from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, find_checkpoints
+from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.processes import ranks, signals
 from nemo_kto.records.run_record import check_not_in_use
+from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.text_table import figures_of, model_lines, table
-from nemo_kto.utils.field_errors import echo, names
+from nemo_kto.utils.fields import echo, names
 
 if TYPE_CHECKING:
     import pandas

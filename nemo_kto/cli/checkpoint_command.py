@@ -12,7 +12,9 @@ from datetime import datetime
 from itertools import product
 from pathlib import Path
 
-from nemo_kto.artifacts.checkpoint_files import (
+from nemo_kto.cli import aligned
+from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import (
     CHECKPOINTS,
     INFO,
     Checkpoint,
@@ -22,8 +24,6 @@ from nemo_kto.artifacts.checkpoint_files import (
     read_or_damage,
     size_text,
 )
-from nemo_kto.cli import aligned
-from nemo_kto.errors import UserError
 from nemo_kto.utils.files import WRITING
 from nemo_kto.utils.text import terminal_line
 

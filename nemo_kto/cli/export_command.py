@@ -7,13 +7,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_kto.artifacts.adapter_files import is_our_adapter
-from nemo_kto.artifacts.checkpoint_files import is_checkpoint
-from nemo_kto.artifacts.hub import HUB, Repository, Upload, is_hub_name, local_folder, pin
-from nemo_kto.artifacts.model_folders import remedy_for_missing
-from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.adapter_files import is_our_adapter
+from nemo_kto.model_files.checkpoint_files import is_checkpoint
+from nemo_kto.model_files.hub import HUB, Repository, Upload, is_hub_name, local_folder, pin
+from nemo_kto.model_files.model_folders import remedy_for_missing
+from nemo_kto.model_files.safetensors_files import is_our_model
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.text import terminal_line

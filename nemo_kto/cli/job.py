@@ -19,18 +19,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
-from nemo_kto.artifacts.hub import is_hub_name
 from nemo_kto.config import compose
-from nemo_kto.config.checker import Checker, InvalidConfig
-from nemo_kto.config.mistakes import does_not_compose
+from nemo_kto.config.checker import Checker, InvalidConfig, does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.gpu_rules import check_transformer_engine
 from nemo_kto.config.rules.training_rules import run_errors, unused_keys
 from nemo_kto.device import device, environment
-from nemo_kto.errors import ConfigError, UserError, plural, redacted
+from nemo_kto.errors import ConfigError, UserError, plural
+from nemo_kto.model_files.hub import is_hub_name
 from nemo_kto.processes import ranks, signals
+from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.console import set_up_logging, take_over
-from nemo_kto.utils.text import print_error, redact_file
+from nemo_kto.utils.files import redact_file
+from nemo_kto.utils.text import print_error
 
 
 class _Stop(SystemExit):

@@ -34,7 +34,7 @@ from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
-from nemo_kto.utils.field_errors import echo, mistakes, names
+from nemo_kto.utils.fields import echo, mistakes, names
 from nemo_kto.utils.files import load_yaml
 
 PACKAGE = "nemo_kto.conf"
@@ -77,7 +77,7 @@ class Source:
     config_name: str = next(iter(RECIPES.values())).config_name
     config_path: str | None = None
     config_dir: str | None = None
-    # Files are composed once and pickled: reading a pickle takes a sixth of the time of omegaconf's copy.
+    # Choices of files -> pickled configuration: reading a pickle takes a sixth of the time of omegaconf's copy.
     _composed: dict[tuple[str, ...], bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def flags(self) -> list[str]:
@@ -92,36 +92,31 @@ class Source:
 
     @functools.cached_property
     def adopted(self) -> Source:
-        """The source that completes a configuration of NeMo-Aligner with our defaults; any other source unchanged."""
-        file = self.own_file
-        if file is None or _includes_ours(file):
+        """The source with a file of NeMo-Aligner completed by our defaults; any other source unchanged."""
+        if self.own_file is None or _includes_ours(self.own_file):
             return self
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # NeMo-Aligner's files lack _self_ in their defaults
                 theirs = self.compose()
-            sections = [section for name in ("trainer", "model") if isinstance(section := theirs.get(name), DictConfig)]
-            recipe = next((each for each in RECIPES.values() if any(each.name in section for section in sections)), None)
-            if recipe is None or "algorithm" in theirs:
-                return self
-            return Source(config_name=_store_merged(theirs, recipe, name=self.config_name))
+            recipe = _aligner_recipe(theirs)
+            return self if recipe is None else _registered(_over_ours(theirs, recipe), name=self.config_name)
         except WRONG:
             return self  # find_mistakes reports the error
 
     def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
-        """Compose the files of this source, without resolving or checking the result; raise one of :data:`WRONG`."""
-        try:
+        """Compose the files of this source, without resolving or checking the result; raise one of :data:`WRONG`.
+
+        Hydra composes the files that the overrides choose, each choice once; the other overrides are set in the result.
+        """
+        with _hydra_errors():
             parsed = OverridesParser.create().parse_overrides(list(overrides))
             is_value = [self._is_value(override) for override in parsed]
-            files = tuple(migration.forced(text) for text, value in zip(overrides, is_value, strict=True) if not value)
-            if files not in self._composed:
+            choices = tuple(migration.forced(text) for text, value in zip(overrides, is_value, strict=True) if not value)
+            if choices not in self._composed:
                 with self._opened() as search:
-                    self._composed[files] = pickle.dumps(compose(self.config_name, overrides=[*search, *files]))
-        except WRONG:
-            raise
-        except (ValueError, yaml.YAMLError) as error:  # a file that is not YAML, or whose defaults are not a list
-            raise HydraException(" ".join(str(error).split())) from error
-        config: DictConfig = pickle.loads(self._composed[files])  # nosec B301
+                    self._composed[choices] = pickle.dumps(compose(self.config_name, overrides=[*search, *choices]))
+        config: DictConfig = pickle.loads(self._composed[choices])  # nosec B301
         for override in itertools.compress(parsed, is_value):
             _set_value(config, override)
         return config
@@ -172,6 +167,22 @@ def our_source(recipe: Recipe) -> Source:
     return Source(config_name=recipe.config_name)
 
 
+@contextlib.contextmanager
+def _hydra_errors() -> Iterator[None]:
+    """Raise Hydra's error for a file whose defaults are not a list, or that is no YAML."""
+    try:
+        yield
+    except WRONG:
+        raise
+    except ValueError as error:
+        raise HydraException(" ".join(str(error).split())) from error
+
+
+# ---- files of NeMo-Aligner ----
+# Such a file includes none of ours, and lacks most of our keys. Its values are merged over our file, and Hydra gets the
+# result as one more file, so that a command line chooses config groups and sets values in it as in our own files.
+
+
 def _includes_ours(file: Path) -> bool:
     """Return whether the defaults of a file include one of our files that no file in its own folder shadows."""
     try:
@@ -185,26 +196,43 @@ def _includes_ours(file: Path) -> bool:
     )
 
 
-def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
-    """Merge a configuration of NeMo-Aligner over ours, and return the name under which Hydra finds the result."""
-    ours = Source(config_name=recipe.config_name).compose()
-    OmegaConf.set_struct(ours, False)
+def _aligner_recipe(theirs: DictConfig) -> Recipe | None:
+    """Return the algorithm of NeMo-Aligner that has a section in a file; None if there is none."""
+    sections = [section for name in ("trainer", "model") if isinstance(section := theirs.get(name), DictConfig)]
+    found = (recipe for recipe in RECIPES.values() if any(recipe.name in section for section in sections))
+    return None if "algorithm" in theirs else next(found, None)
+
+
+def _over_ours(theirs: DictConfig, recipe: Recipe) -> dict[str, Any]:
+    """Return our configuration of an algorithm with the values of a file of NeMo-Aligner, where null means "not given"."""
     given = cast(dict[str, Any], OmegaConf.to_container(theirs))
-    sections = {"": given}  # dotted name -> section of the file
     for key, known in names(config_type(recipe)).items():
         above, _, last = key.rpartition(".")
-        section = sections.get(above, {})
-        if isinstance(section.get(last), dict):
-            sections[key] = section[last]
-        elif section.get(last, "") is None and "null" not in known.alternatives:
-            del section[last]  # NeMo-Aligner writes null for "not given"
-    if (data := sections.get("model.data", {})).get("seq_length") == "${model.encoder_seq_length}":  # read from checkpoints
+        section = _section(given, above)
+        if section.get(last, "") is None and "null" not in known.alternatives:
+            del section[last]
+    data = _section(given, "model.data")
+    if data.get("seq_length") == "${model.encoder_seq_length}":  # which NeMo-Aligner reads from its checkpoints
         data["seq_length"] = "${oc.select:model.encoder_seq_length}"
-    merged = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(ours, given)))
-    name = f"nemo_aligner_{name}"
-    groups = [{group: None} for group in GROUPS]  # on the command line they take precedence over both
-    ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", *groups], **merged})
-    return name
+    ours = Source(config_name=recipe.config_name).compose()
+    OmegaConf.set_struct(ours, False)
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(ours, given)))
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the section with a dotted name, the whole for an empty one; an empty section if there is none."""
+    found: object = values
+    for part in filter(None, name.split(".")):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _registered(values: dict[str, Any], *, name: str) -> Source:
+    """Register a configuration with Hydra; its config groups, chosen on the command line, take precedence over it."""
+    stored = f"nemo_aligner_{name}"
+    defaults = ["base/hydra", "_self_", *({group: None} for group in GROUPS)]
+    ConfigStore.instance().store(name=stored, node={"defaults": defaults, **values})
+    return Source(config_name=stored)
 
 
 def _set_value(config: DictConfig, override: Override) -> None:

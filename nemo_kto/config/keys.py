@@ -9,7 +9,7 @@ from typing import NamedTuple
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config.compose import config_folder
 from nemo_kto.config.schema import config_type
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 _DEFAULTS = re.compile(r"^  - (base/(?!hydra$)\w+)(?:@([\w.]+))?$", re.MULTILINE)  # file, package

@@ -19,7 +19,7 @@ import yaml
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.errors import ConfigError, either
-from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.fields import echo
 
 _PLUS = re.compile(r"\+(?=[A-Za-z]\w*\.[\w.]+=)")  # the plus of +KEY=VALUE; config groups, as in +hardware=cpu, have no dot
 

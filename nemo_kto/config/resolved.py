@@ -20,16 +20,16 @@ from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.lora import LoRASettings, has_adaptable_experts, names_experts, with_other_layers
 from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
-from nemo_kto.artifacts.adapter_files import read_adapter_settings
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, is_checkpoint
-from nemo_kto.artifacts.hub import is_hub_name, local_folder
-from nemo_kto.artifacts.model_folders import ModelSource, find_source
-from nemo_kto.artifacts.safetensors_files import OUTPUT_WEIGHT, has_own_output
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.data_sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, import_object
 from nemo_kto.losses.metrics import metric_prefix
+from nemo_kto.model_files.adapter_files import read_adapter_settings
+from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, INFO, is_checkpoint
+from nemo_kto.model_files.hub import is_hub_name, local_folder
+from nemo_kto.model_files.model_folders import ModelSource, find_source
+from nemo_kto.model_files.safetensors_files import OUTPUT_WEIGHT, has_own_output
 from nemo_kto.processes.ranks import World
 from nemo_kto.utils.files import read_json
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _MAX_DEFAULT_LENGTH = 2048
 
 
-# Keys that name a model or adapters: a folder, or a model of the Hugging Face hub (artifacts/hub.py).
+# Keys that name a model or adapters: a folder, or a model of the Hugging Face hub (model_files/hub.py).
 MODEL_KEYS = ("pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path", "model.peft.restore_from_path")
 Base = TypeVar("Base", bound=BaseModel)
 

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 
 from nemo_kto.config.compose import FREE_FORM, known_keys, load, our_source
 from nemo_kto.config.schema import RunConfig
+from nemo_kto.redaction import redacted_value
 from nemo_kto.utils.files import load_yaml, publish_file, read_bytes
-from nemo_kto.utils.text import print_error, redacted_value, terminal_line
+from nemo_kto.utils.text import print_error, terminal_line
 
 CONFIG_FILE = "config.yaml"  # in the run folder
 

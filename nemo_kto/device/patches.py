@@ -43,6 +43,9 @@ _EXPECTED_WARNINGS = (
 _EXPECTED_ON_CPU = (".*Apex (is|are) not installed.*", ".*CUDA_DEVICE_MAX_CONNECTIONS.*")
 # Packages that megatron-core uses if they can be imported, and that compute only on GPUs. amp_C is a part of apex.
 _GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
+# Loggers that megatron-core imports for inference and for its timers. Importing both takes 0.7 s in every process, and
+# wandb creates temporary folders that remain after a kill.
+_UNUSED_LOGGERS = ("wandb", "torch.utils.tensorboard")
 # Factory functions that megatron-core calls with device="cuda".
 _FACTORIES = (
     "arange", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint",
@@ -60,8 +63,7 @@ def install_import_hook() -> None:
 
 class _MegatronFinder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
-        if name == "wandb" and _importing_module().startswith("megatron."):
-            # Used for inference only. The import takes half a second, and makes temporary folders that a kill leaves behind.
+        if name in _UNUSED_LOGGERS and _importing_module().startswith("megatron."):
             raise ModuleNotFoundError(f"No module named {name!r} for megatron-core", name=name)
         if name not in ("megatron.core", "megatron.core.jit"):
             return None

@@ -21,7 +21,7 @@ from nemo_kto.device.patches import install_cpu_backend
 from nemo_kto.errors import UserError
 from nemo_kto.processes import rendezvous, watchdog
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.fields import echo
 
 Item = TypeVar("Item")
 _FOR_ALL = "working for all ranks"  # default description of work for which the other ranks wait

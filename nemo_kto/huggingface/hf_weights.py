@@ -23,8 +23,16 @@ from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.architecture.mappings import MTP_LAYERS
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
-from nemo_kto.artifacts.model_content import copy_companions, model_config, with_dtype
-from nemo_kto.artifacts.safetensors_files import (
+from nemo_kto.checkpoint.sharded_weights import dtype_name
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.export_folder import write_together
+from nemo_kto.huggingface.quantized import StoredWeight, separate_experts, stored_weights
+from nemo_kto.huggingface.rank_weights import Weight, differences, frozen_weights, rank_weights, wanted_weights
+from nemo_kto.huggingface.weight_stream import gather_weights
+from nemo_kto.mixers.param_mapping import Split
+from nemo_kto.model_files.companion_files import copy_companions, model_config, with_dtype
+from nemo_kto.model_files.safetensors_files import (
     FLOATS,
     OUTPUT_WEIGHT,
     Shapes,
@@ -33,14 +41,6 @@ from nemo_kto.artifacts.safetensors_files import (
     is_our_model,
     write_shards,
 )
-from nemo_kto.checkpoint.model_state import dtype_name
-from nemo_kto.distributed import state
-from nemo_kto.errors import UserError
-from nemo_kto.huggingface.folders import write_together
-from nemo_kto.huggingface.mapping import Weight, differences, frozen_weights, rank_weights, wanted_weights
-from nemo_kto.huggingface.quantized import StoredWeight, separate_experts, stored_weights
-from nemo_kto.huggingface.stream import gather_weights
-from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.utils.files import read_json
 
 _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import Family
 from nemo_kto.architecture.family import name_in_file
 from nemo_kto.architecture.lora import (
     NEMO_TARGETS,
@@ -26,7 +25,14 @@ from nemo_kto.architecture.lora import (
     has_adaptable_experts,
     hf_module,
 )
-from nemo_kto.artifacts.adapter_files import (
+from nemo_kto.checkpoint.sharded_weights import adapters_of
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.export_folder import write_together
+from nemo_kto.huggingface.hf_weights import read_weights
+from nemo_kto.huggingface.quantized import StoredWeight
+from nemo_kto.huggingface.rank_weights import differences, rank_adapters, wanted_adapters
+from nemo_kto.huggingface.weight_stream import gather_weights
+from nemo_kto.model_files.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     JOINED,
@@ -36,14 +42,7 @@ from nemo_kto.artifacts.adapter_files import (
     is_our_adapter,
     read_adapter_settings,
 )
-from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, read_header
-from nemo_kto.checkpoint.model_state import adapters_of
-from nemo_kto.errors import UserError
-from nemo_kto.huggingface.folders import write_together
-from nemo_kto.huggingface.hf_weights import read_weights
-from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
-from nemo_kto.huggingface.quantized import StoredWeight
-from nemo_kto.huggingface.stream import gather_weights
+from nemo_kto.model_files.safetensors_files import WRITTEN_BY, read_header
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 
@@ -129,8 +128,11 @@ def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
 
 
 def _config(settings: LoRASettings, architecture: Architecture, base_model: str | Path) -> dict[str, object]:
-    mixture = _of_mixture(settings, architecture) if has_adaptable_experts(architecture.family) else {}
+    family = architecture.family
+    mixture = _of_mixture(settings, architecture) if has_adaptable_experts(family) else {}
     dense = [mapping for mapping in adapted_mappings(architecture, settings) if not mapping.of_expert]
+    # outside of the text model, some modules have the names of adapted ones
+    outside = {"exclude_modules": f"(?!{re.escape(family.module_prefix)}).*"} if family.text_type else {}
     family_names = {hf_module(name): name.split(".")[-2] for mapping in dense for name in mapping.hf_names}
     modules = [module for module in adapted_modules(architecture, settings) if module in family_names]
     return {
@@ -142,14 +144,9 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,
-        **({"exclude_modules": _outside(architecture.family)} if architecture.family.text_type else {}),
+        **outside,
         **mixture,
     }  # fmt: skip
-
-
-def _outside(family: Family) -> str:
-    """Return a pattern of the modules outside of the text model, some of which have the names of adapted ones."""
-    return f"(?!{re.escape(family.module_prefix)}).*"
 
 
 def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_kto.architecture.config_fields import Quantization
-from nemo_kto.artifacts.safetensors_files import FLOATS, FP8, FP8_SCALE, INT32, UINT8, FileTensor
+from nemo_kto.model_files.safetensors_files import FLOATS, FP8, FP8_SCALE, INT32, UINT8, FileTensor
 
 Where = tuple[slice | int, ...]
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

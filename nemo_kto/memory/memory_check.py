@@ -12,7 +12,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.memory.hardware import GPUS_PER_MACHINE, Machines
 from nemo_kto.memory.run_plan import Plan, Values, degrees, make_plan, size
 from nemo_kto.mixers.param_mapping import Layers
-from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.fields import echo
 
 FULL_RECOMPUTATION: Values = {
     "activations_checkpoint_granularity": "full",

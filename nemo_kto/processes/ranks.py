@@ -30,8 +30,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from nemo_kto.errors import UserError, plural, redacted
+from nemo_kto.errors import UserError, plural
 from nemo_kto.processes import signals
+from nemo_kto.redaction import redacted
 from nemo_kto.utils.text import print_error, terminal_text
 
 logger = logging.getLogger(__name__)

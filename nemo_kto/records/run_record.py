@@ -18,11 +18,12 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import numpy as np
 from annotated_types import Ge, Gt, Le, Len, Lt
 
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.config.checker import POSITIONS, override_value
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
-from nemo_kto.errors import HIDDEN, UserError, either
+from nemo_kto.errors import UserError, either
+from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.records.curves import Curve, read_curves
+from nemo_kto.redaction import HIDDEN
 from nemo_kto.telemetry.evaluations import (
     EXTREMES_FILE,
     REWARDS_FILE,

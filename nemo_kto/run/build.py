@@ -28,7 +28,6 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import fraction_of
 from nemo_kto.algorithms.stopping import BestValidation, SkippedSteps
 from nemo_kto.architecture.lora import few_adapted, refused_by_peft
-from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun, find_callback
@@ -43,11 +42,13 @@ from nemo_kto.memory.hardware import Machines, these_machines
 from nemo_kto.memory.memory_check import check_memory
 from nemo_kto.memory.micro_batches import micro_batch_limits, repeats_keys
 from nemo_kto.memory.run_plan import place_reference, size_micro_batches
+from nemo_kto.model_files.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
+from nemo_kto.redaction import redacted_value
 from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.lifecycle import (
     agree_on_models,
@@ -73,7 +74,6 @@ from nemo_kto.telemetry.text_table import table
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 from nemo_kto.telemetry.watch import device_peak_flops
 from nemo_kto.tools.plan.auto import START
-from nemo_kto.utils.text import redacted_value
 
 logger = logging.getLogger(__name__)
 

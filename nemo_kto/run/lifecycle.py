@@ -17,18 +17,18 @@ import transformers
 
 from nemo_kto import __version__
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.artifacts.adapter_files import is_our_adapter
-from nemo_kto.artifacts.checkpoint_files import best_of, find_checkpoints
-from nemo_kto.artifacts.hub import is_hub_name, pin
-from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state
-from nemo_kto.errors import UserError, describe, redacted
-from nemo_kto.huggingface.folders import check_target
+from nemo_kto.errors import UserError, describe
+from nemo_kto.huggingface.export_folder import check_target
 from nemo_kto.huggingface.hf_weights import export_bytes
+from nemo_kto.model_files.adapter_files import is_our_adapter
+from nemo_kto.model_files.checkpoint_files import best_of, find_checkpoints
+from nemo_kto.model_files.hub import is_hub_name, pin
+from nemo_kto.model_files.safetensors_files import is_our_model
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
 from nemo_kto.records.run_record import (
@@ -47,6 +47,7 @@ from nemo_kto.records.run_record import (
     read_run,
     refuse_second_run,
 )
+from nemo_kto.redaction import redacted
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.resume import Resumption

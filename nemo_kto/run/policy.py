@@ -15,11 +15,6 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings, adapts_experts, refused_by_peft
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.artifacts.adapter_files import is_our_adapter, read_adapter_settings
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
-from nemo_kto.artifacts.model_content import auto_class
-from nemo_kto.artifacts.model_folders import is_peft_folder, named_base, refuse_other_shape
-from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
@@ -27,10 +22,15 @@ from nemo_kto.config.saved_config import CONFIG_FILE
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, error_of
-from nemo_kto.huggingface.folders import check_target
+from nemo_kto.huggingface.export_folder import check_target
 from nemo_kto.huggingface.hf_weights import check_weights, export, export_bytes, load_weights
 from nemo_kto.huggingface.peft import check_adapter, export_adapter, load_adapter
 from nemo_kto.memory.micro_batches import micro_batch_limits
+from nemo_kto.model_files.adapter_files import is_our_adapter, read_adapter_settings
+from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
+from nemo_kto.model_files.companion_files import auto_class
+from nemo_kto.model_files.model_folders import is_peft_folder, named_base, refuse_other_shape
+from nemo_kto.model_files.safetensors_files import is_our_model
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, merge_adapters

@@ -15,16 +15,16 @@ import torch
 from megatron.core.utils import get_model_config
 
 from nemo_kto.algorithms.duration import batches_to_epoch_end, steps_to_epoch_end, validation_batches, validation_sets
-from nemo_kto.artifacts.checkpoint_files import is_checkpoint
-from nemo_kto.artifacts.model_folders import ModelSource
 from nemo_kto.checkpoint.manager import load_weights_only, saved_adapters
-from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.sharded_weights import get_rng_state, set_rng_state
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.loader import every_example
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.huggingface.peft import load_adapter, read_adapter_settings
+from nemo_kto.model_files.checkpoint_files import is_checkpoint
+from nemo_kto.model_files.model_folders import ModelSource
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.reference import CachedReference, LiveReference, ReferenceCache, ReferencePolicy, SwappedWeights
 from nemo_kto.models.engine.sequences import SequenceBatch

@@ -19,9 +19,6 @@ import numpy as np
 
 from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoints
-from nemo_kto.artifacts.model_content import content_hash, model_files, tokenizer_files
-from nemo_kto.artifacts.model_folders import find_source
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun
@@ -29,9 +26,11 @@ from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.data_sources import UNNAMED
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, plural
+from nemo_kto.model_files.checkpoint_files import INFO, Checkpoint, named_checkpoints
+from nemo_kto.model_files.content_hashes import content_hash, model_files, tokenizer_files
+from nemo_kto.model_files.model_folders import find_source
 from nemo_kto.run.data import RunData
-from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.fields import MustStay
+from nemo_kto.utils.fields import MustStay, echo, names
 
 logger = logging.getLogger(__name__)
 

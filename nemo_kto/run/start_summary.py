@@ -14,8 +14,6 @@ from megatron.core import parallel_state
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
-from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
-from nemo_kto.artifacts.model_content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.dataset import Splits
@@ -23,10 +21,12 @@ from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths
 from nemo_kto.errors import plural
-from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
+from nemo_kto.huggingface.rank_weights import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.layers.packing import MAX_HEAD_DIM
 from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.mixers import GatedDeltaNet, Mamba2
+from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints
+from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy

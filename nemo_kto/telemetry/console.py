@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
-from nemo_kto.errors import redacted
+from nemo_kto.redaction import redacted
 from nemo_kto.utils.text import terminal_text
 
 DEFAULT_WIDTH = 80  # of a terminal that does not report its width

@@ -26,7 +26,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.errors import UserError, describe, redacted
+from nemo_kto.errors import UserError, describe
+from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.evaluations import (
     EXTREMES_FILE,
     REWARDS_FILE,

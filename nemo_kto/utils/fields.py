@@ -1,18 +1,29 @@
-"""Base class of all configuration sections, and field types and constraints that pydantic does not provide."""
+"""Fields of configurations and files: markers and constraints beyond pydantic's, descriptions, and error messages."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+import pydantic
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from nemo_kto.errors import either
+from nemo_kto.errors import ConfigError, either, show
 
 Value = TypeVar("Value")
+_WORDS: dict[object, str] = {
+    int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
+    dict: "a mapping",
+}  # fmt: skip
+_MISSING = object()
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
 
 class Section(BaseModel):
@@ -73,8 +84,182 @@ def one_of(names: Sequence[str]) -> AfterValidator:
     return check(lambda value: value in names, f"be {either(names)}")
 
 
-Name = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
+Name = Annotated[str, pydantic.Field(strict=False, coerce_numbers_to_str=True)]
 """A string; numbers are converted, because YAML reads names such as 32 or 1.5 as numbers."""
 
 FilePath = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path; ~ is expanded to the home folder."""
+
+
+class Field(NamedTuple):
+    """One key of a section: its type, and the metadata of the type and of its type arguments."""
+
+    annotation: object
+    metadata: list[object]
+    resume: MustStay | MayChange | None = None  # marker of the key, else of the innermost section with one
+    own_description: str | None = None
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The class of a section, also of one that may be null; None if the key holds a value."""
+        union = get_origin(self.annotation) in (Union, UnionType)
+        kind, *others = [
+            part for part in (get_args(self.annotation) if union else [self.annotation]) if part is not NoneType
+        ]
+        return kind if not others and isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+    @property
+    def alternatives(self) -> list[str]:
+        """Descriptions of the types that a value may have."""
+        if self.section is not None:
+            return [f"a section with the keys {', '.join(self.section.model_fields)}"]
+        return list(dict.fromkeys(_alternatives(self.annotation)))
+
+    @property
+    def checks(self) -> list[Check]:
+        """The constraints that are functions (:class:`Check`)."""
+        validators = [item.func for item in self.metadata if isinstance(item, AfterValidator)]
+        return [check for check in validators if isinstance(check, Check)]
+
+    @property
+    def bounds(self) -> str | None:
+        """Description of the numeric bounds; None if there are none."""
+        found = [item for item in self.metadata if isinstance(item, Ge | Gt | Le | Lt)]
+        limit = {name: getattr(item, name) for item in found for name in (type(item).__name__.lower(),)}
+        low = f"at least {limit['ge']}" if "ge" in limit else f"above {limit['gt']}" if "gt" in limit else ""
+        high = f"at most {limit['le']}" if "le" in limit else f"below {limit['lt']}" if "lt" in limit else ""
+        if "ge" in limit and high:
+            return f"from {limit['ge']} to {high.removeprefix('at most ')}"
+        return " and ".join(filter(None, (low, high))) or None
+
+    @property
+    def description(self) -> str:
+        """Description of the type and the constraints, for the configuration page and the errors of files."""
+        if self.own_description:
+            return self.own_description
+        texts = [check.text.removeprefix("be ").replace("not be ", "not ") for check in self.checks]
+        types = [] if any(text.startswith("an ") for text in texts) else [either(self.alternatives)]
+        return ", ".join(filter(None, [*types, self.bounds, *texts]))
+
+    def remedy(self, key: str, own: str = "") -> str:
+        """Return the remedy for a wrong value of ``key`` as the end of a sentence; ``own`` precedes that of the metadata."""
+        remedies = [own, *(item.text for item in self.metadata if isinstance(item, Remedy))]
+        return next((f"; {text.format(key=key)}" for text in remedies if text), "")
+
+
+def _alternatives(annotation: object) -> Iterator[str]:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _alternatives(parts[0])
+    elif origin in (Union, UnionType):
+        for part in parts:
+            yield from _alternatives(part)
+    elif origin is Literal:
+        yield from map(str, parts)
+    elif origin is list and parts != (object,):
+        words = [*_alternatives(parts[0])]
+        is_literal = get_origin(parts[0]) is Literal
+        yield f"a list of {either(words if is_literal else [word.split(maxsplit=1)[1] + 's' for word in words])}"
+    else:
+        yield _WORDS.get(origin or annotation, str(annotation))
+
+
+def _metadata(annotation: object) -> list[object]:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return [*parts[1:], *_metadata(parts[0])]
+    return [item for part in parts for item in _metadata(part)] if get_origin(annotation) is not Literal else []
+
+
+@cache
+def names(section: type[BaseModel]) -> Mapping[str, Field]:
+    """Return a mapping from dotted name to field for all keys, including sections."""
+    return dict(_names(section, "", None))
+
+
+def _names(section: type[BaseModel], prefix: str, inherited: MustStay | MayChange | None) -> Iterator[tuple[str, Field]]:
+    for name, info in section.model_fields.items():
+        metadata = [*info.metadata, *_metadata(info.annotation)]
+        resume = next((item for item in metadata if isinstance(item, MustStay | MayChange)), inherited)
+        field = Field(info.annotation, metadata, resume, info.description)
+        yield prefix + name, field
+        if field.section is not None:
+            yield from _names(field.section, f"{prefix}{name}.", resume)
+
+
+def echo(value: object, *, quoted: bool = False) -> str:
+    """Return a value as error messages show it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if value in ("", []):
+        return "none" if isinstance(value, list) else "nothing"
+    return repr(value) if quoted else str(value)
+
+
+def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[str, object]) -> Iterator[ConfigError]:
+    """Convert a pydantic ValidationError to ConfigErrors with our messages; the text for an unknown key is empty.
+
+    ``section`` is the type of the whole configuration, ``values`` maps dotted names to values.
+    """
+    known, found = names(section), dict[str, tuple[Field | None, list[ErrorDetails]]]()
+    for detail in error.errors(include_url=False):
+        key, field = _locate(detail["loc"], known)
+        found.setdefault(key, (field, []))[1].append(detail)
+    for key, (field, details) in found.items():
+        for text in dict.fromkeys(_texts(key, field, details, values.get(key)) if field is not None else [""]):
+            yield ConfigError(key, text)
+
+
+def _locate(location: Sequence[int | str], known: Mapping[str, Field]) -> tuple[str, Field | None]:
+    """Return the key and the field of an error location, without what pydantic appends: union member, list index."""
+    path: list[str] = []
+    field = None
+    for part in location:
+        path.append(str(part))
+        field = known.get(".".join(path))
+        if field is None or field.section is None:
+            break
+    return ".".join(path), field
+
+
+def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: object) -> Iterator[str]:
+    if any(detail["type"] == "missing" for detail in details):
+        yield f"must be given, got nothing{field.remedy(key, *(check.remedy for check in field.checks[:1]))}"
+        return
+    violated = [detail for detail in details if detail["type"] in ("check", *_OUT_OF_RANGE)]
+    for detail in violated:
+        own = detail.get("ctx", {}) if detail["type"] == "check" else {"text": _constraint(field, detail)}
+        yield f"must {own['text']}, got {echo(detail['input'])}{field.remedy(key, own.get('remedy', ''))}"
+    if not violated:
+        typed = any(word.startswith(("a ", "an ", "true")) for word in field.alternatives)
+        remedy = "" if typed else field.remedy(key)
+        yield f"must be {either(field.alternatives)}, got {echo(value, quoted=typed)}{remedy}"
+
+
+def _constraint(field: Field, detail: ErrorDetails) -> str:
+    """Return the constraint that an out-of-range or non-finite value violates, as the text after "must"."""
+    if detail["type"] == "finite_number" and field.checks:
+        return field.checks[0].text
+    infinite = detail["type"] == "finite_number" and (detail["input"] in (math.inf, -math.inf) or not field.bounds)
+    return f"be {' and '.join(filter(None, ['finite' if infinite else '', field.bounds]))}"
+
+
+def file_errors(section: type[BaseModel], content: Mapping[str, object]) -> dict[str, str]:
+    """Return a message, by key, for each key of a file's content that violates its type or constraints.
+
+    A message describes the constraints of the whole key, also if only an item of its value is wrong.
+    """
+    details: Sequence[ErrorDetails] = ()
+    try:
+        section.model_validate(content)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+    messages = {}
+    for key, field in dict(_locate(detail["loc"], names(section)) for detail in details).items():
+        value: object = content
+        for name in key.split("."):
+            value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
+        assert field is not None  # keys of others are accepted
+        got = "but is missing" if value is _MISSING else f"got {show(value)}"
+        messages[key] = f"{key} must be {field.description}, {got}"
+    return messages

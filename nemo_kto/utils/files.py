@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nemo_kto.errors import UserError, show
+from nemo_kto.redaction import redacted_file_text
 
 if TYPE_CHECKING:
     import yaml
@@ -295,3 +296,10 @@ def _expanded_size(node: yaml.Node, known: dict[int, float]) -> float:
         is_scalar = isinstance(node, yaml.ScalarNode)
         known[id(node)] = 1 + (0 if is_scalar else sum(_expanded_size(part, known) for part in parts))
     return known[id(node)]
+
+
+def redact_file(file: Path) -> None:
+    """Redact the secrets in another program's text file, if it exists."""
+    if file.is_file() and (public := redacted_file_text(text := file.read_text(encoding="utf-8"))) != text:
+        with publish_file(file) as writing:
+            writing.write_text(public, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Text that is written or printed: secrets removed, escapes for terminal, Markdown, HTML and shell, numbers and values."""
+"""Text that is written or printed: escapes for terminal, Markdown, HTML and shell, numbers and values."""
 
 from __future__ import annotations
 
@@ -8,35 +8,8 @@ import shlex
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
-from nemo_kto.errors import HIDDEN, SECRET, SECRET_NAME, redacted
-from nemo_kto.utils.files import publish_file
-
-_NAMED = re.compile(rf"\b((?:\w*_)?{SECRET}\s*[:=]\s*)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s,'\"\]}}]+)", re.IGNORECASE)
-
-
-def redact_file(file: Path) -> None:
-    """Redact the secrets in another program's text file, and values assigned to names that mark secrets (api_key)."""
-    if not file.is_file():
-        return
-    text = file.read_text(encoding="utf-8")
-    if (public := _NAMED.sub(rf"\1{HIDDEN}", redacted(text))) != text:
-        with publish_file(file) as writing:
-            writing.write_text(public, encoding="utf-8")
-
-
-def redacted_value(value: object) -> object:
-    """Redact the strings in nested mappings and lists; values under a secret's name are replaced as a whole."""
-    if isinstance(value, str):
-        return redacted(value)
-    if isinstance(value, Mapping):
-        secret = {key for key, inner in value.items() if isinstance(inner, str) and SECRET_NAME.search(str(key))}
-        return {key: HIDDEN if key in secret else redacted_value(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [redacted_value(inner) for inner in value]
-    return value
-
+from nemo_kto.redaction import redacted
 
 _TURNED = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # change the direction of the text after them
 _HARMLESS = "\t\n"

@@ -21,8 +21,8 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.huggingface.hf_weights import load_weights
-from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.huggingface.peft import load_adapter
+from nemo_kto.huggingface.rank_weights import rank_weights
 from nemo_kto.models import gpt
 from nemo_kto.models.lora.adapters import add_adapters
 from tests.helpers import hf_models

@@ -21,8 +21,8 @@ from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface import hf_weights as weights
 from nemo_kto.huggingface.hf_weights import export, load_weights
-from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.huggingface.peft import export_adapter, load_adapter
+from nemo_kto.huggingface.rank_weights import rank_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnBackend
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface.hf_weights import load_weights
-from nemo_kto.huggingface.mapping import ENGINE_NAMES
+from nemo_kto.huggingface.rank_weights import ENGINE_NAMES
 from tests.helpers.hf_jobs import build
 from tests.helpers.hf_models import weights
 

@@ -12,13 +12,13 @@ from typing import Any
 from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.hf_weights import check_weights
-from nemo_kto.huggingface.mapping import wanted_adapters, wanted_weights
+from nemo_kto.huggingface.rank_weights import wanted_adapters, wanted_weights
+from nemo_kto.model_files.adapter_files import read_adapter_settings
 from nemo_kto.run.row_counts import model_tokenizer
 from tests.helpers.tiny_models import write_safetensors
 from tests.unit.conftest import composed, errors_of

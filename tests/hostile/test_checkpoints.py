@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
+from nemo_kto.model_files.checkpoint_files import hash_file, info_text
 from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_rows, write_rows

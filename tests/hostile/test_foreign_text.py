@@ -22,7 +22,7 @@ from nemo_kto.tools.report import report_command as report
 from nemo_kto.utils.text import html_text, markdown_code, markdown_text, terminal_line, terminal_text
 from tests.helpers.messages import raises
 from tests.helpers.run_folders import healthy, write_extras, write_run
-from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
+from tests.unit.model_files.test_checkpoint_files import make_checkpoint
 
 FOREIGN = "a\x1b]0;t\x07\x9b31m\r\n# Heading\n<script>x<" + "\\script>|`b`\u202e"
 PIECES = st.lists(st.sampled_from([*"\x00\x07\x1b\x7f\x9b\r\n\t|`<>&#*_\\ -1.a", "\ud800", "\u2028", "\u202e", "</script>"]))

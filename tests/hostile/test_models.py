@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.safetensors_files import find_weights
 from nemo_kto.data.tokens.chat_template import load_tokenizer
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.safetensors_files import find_weights
 from tests.helpers.messages import Message, assert_names, raises
 from tests.hostile.folders import (
     GONE,

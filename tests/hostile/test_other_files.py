@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.huggingface.mapping import wanted_weights
+from nemo_kto.huggingface.rank_weights import wanted_weights
 from tests.helpers.messages import Message
 from tests.hostile.folders import (
     CONFIG,

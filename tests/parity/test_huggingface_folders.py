@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.artifacts.safetensors_files import INDEX
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.hf_weights import check_weights
+from nemo_kto.model_files.safetensors_files import INDEX
 from nemo_kto.run.policy import export_checkpoint
 from nemo_kto.tools.inference.reward_model import RewardModel
 from nemo_kto.tools.inference.session import ChatModel

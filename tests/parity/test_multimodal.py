@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 
 from nemo_kto.architecture.families import MULTIMODAL
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.adapter_files import beginning_of
-from nemo_kto.artifacts.model_content import auto_class
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat_template import RecordEncoder, load_tokenizer
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.hf_weights import check_weights
+from nemo_kto.model_files.adapter_files import beginning_of
+from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.run.policy import Policy, export_checkpoint
 from nemo_kto.tools.inference.session import ChatModel
 from tests.helpers import hf_jobs, hf_models, lora_jobs

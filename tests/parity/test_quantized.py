@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from nemo_kto.architecture.config_fields import read_quantization
-from nemo_kto.artifacts.safetensors_files import read_header
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface.hf_weights import check_weights
 from nemo_kto.huggingface.quantized import stored_weights
+from nemo_kto.model_files.safetensors_files import read_header
 from tests.helpers import hf_jobs, hf_models
 
 BLOCK, GROUP = (20, 12), 16  # which divide neither the shards of two ranks nor all weights

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
-from nemo_kto.config.mistakes import judge
+from nemo_kto.config.checker import judge
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.processes.ranks import World
 from tests.helpers.messages import Message

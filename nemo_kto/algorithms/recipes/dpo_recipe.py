@@ -13,8 +13,7 @@ from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, LossConfig, Recip
 from nemo_kto.errors import ConfigError
 from nemo_kto.losses.loss import Loss, mixture
 from nemo_kto.losses.preference import INPUTS, LOSSES, OPTIONAL_INPUTS
-from nemo_kto.utils.field_errors import echo
-from nemo_kto.utils.fields import Remedy, check, one_of
+from nemo_kto.utils.fields import Remedy, check, echo, one_of
 from nemo_kto.utils.text import mixture_name
 
 if TYPE_CHECKING:

@@ -25,19 +25,6 @@ from nemo_kto.architecture.lora import (
     linear_modules,
     modules_of,
 )
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
-from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
-from nemo_kto.artifacts.model_content import is_quantized
-from nemo_kto.artifacts.model_folders import (
-    check_same_shape,
-    find_source,
-    irregular_files,
-    is_peft_folder,
-    is_whole_model,
-    remedy_for_missing,
-)
-from nemo_kto.artifacts.safetensors_files import find_weights, is_our_model
-from nemo_kto.artifacts.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.rules.layout_rules import divisor_below, expert_rules, pipeline_rules
 from nemo_kto.data.rows.data_sources import WHOLE, check_validation_names, is_remote, read_data_prefix
@@ -47,6 +34,19 @@ from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import read_rows
 from nemo_kto.data.rows.values import check_json_columns
 from nemo_kto.errors import ConfigError, UserError, error_of
+from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
+from nemo_kto.model_files.checkpoint_files import INFO, check_checkpoint
+from nemo_kto.model_files.companion_files import is_quantized
+from nemo_kto.model_files.model_folders import (
+    check_same_shape,
+    find_source,
+    irregular_files,
+    is_peft_folder,
+    is_whole_model,
+    remedy_for_missing,
+)
+from nemo_kto.model_files.safetensors_files import find_weights, is_our_model
+from nemo_kto.model_files.tokenizer_files import check_tokenizer, has_chat_template
 
 Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"

@@ -10,8 +10,13 @@ from nemo_kto.config.resolved import ResolvedRun, find_callback
 from nemo_kto.config.rules.file_rules import file_rules
 from nemo_kto.config.rules.gpu_rules import computes_here, gpu_rules
 from nemo_kto.config.rules.layout_rules import rank_rules
-from nemo_kto.config.rules.sample_rules import sample_rules
-from nemo_kto.config.rules.validation_rules import best_rules, early_stopping_rules, monitor_rules, set_name_rules
+from nemo_kto.config.rules.validation_rules import (
+    best_rules,
+    early_stopping_rules,
+    monitor_rules,
+    sample_rules,
+    set_name_rules,
+)
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.processes.ranks import World, check_open_files
 from nemo_kto.telemetry.loggers import installed, missing_package

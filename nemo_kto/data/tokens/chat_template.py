@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nemo_kto.artifacts.model_content import transformers_fields, without_class
-from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 from nemo_kto.data.rows.drops import is_empty_answer
 from nemo_kto.data.rows.records import (
     KTORecord,
@@ -41,6 +39,8 @@ from nemo_kto.data.tokens.message_content import (
 from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
 from nemo_kto.data.tokens.template_trial import MAX_CHARACTERS, REMEDY, render_bounded, renderer
 from nemo_kto.errors import UserError, printable, show
+from nemo_kto.model_files.companion_files import transformers_fields, without_class
+from nemo_kto.model_files.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 
 _TRIAL_ROWS = 100  # number of rows on which a chat template is tried
 _MAX_END = 8  # tokens that may follow the text of an answer

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_kto.artifacts.model_content import content_hash, model_files
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.collectives import leads_context_parallel
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.content_hashes import content_hash, model_files
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes

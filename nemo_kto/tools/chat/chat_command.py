@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, best_of, find_checkpoints, is_checkpoint
-from nemo_kto.artifacts.hub import HUB, is_hub_name, local_folder, pin
-from nemo_kto.artifacts.model_folders import is_peft_folder, is_whole_model, remedy_for_missing
-from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.cli import integer_from, number
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.tokens.template_trial import renderer
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
+from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, best_of, find_checkpoints, is_checkpoint
+from nemo_kto.model_files.hub import HUB, is_hub_name, local_folder, pin
+from nemo_kto.model_files.model_folders import is_peft_folder, is_whole_model, remedy_for_missing
+from nemo_kto.model_files.safetensors_files import is_our_model
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import take_over
 from nemo_kto.tools.inference.opening import trial

@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from torch import Tensor
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.segments import source_shapes, split_dimension
-from nemo_kto.artifacts.model_content import copy_companions, with_dtype
-from nemo_kto.artifacts.safetensors_files import INDEX, is_our_model, write_shards
-from nemo_kto.artifacts.tokenizer_files import check_tokenizer
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface.folders import NewFolder, check_target
-from nemo_kto.huggingface.mapping import ENGINE_NAMES
-from nemo_kto.huggingface.stream import FileWeights
+from nemo_kto.huggingface.export_folder import NewFolder, check_target
+from nemo_kto.huggingface.rank_weights import ENGINE_NAMES
+from nemo_kto.huggingface.weight_stream import FileWeights
 from nemo_kto.mixers.param_mapping import ParamMapping, Split
+from nemo_kto.model_files.companion_files import copy_companions, with_dtype
+from nemo_kto.model_files.safetensors_files import INDEX, is_our_model, write_shards
+from nemo_kto.model_files.tokenizer_files import check_tokenizer
 from nemo_kto.tools.convert.megatron_checkpoints import MegatronCheckpoint, open_checkpoint
 from nemo_kto.tools.convert.megatron_config import compare, derive
 from nemo_kto.utils.files import file_inside, read_json
@@ -157,6 +157,14 @@ def _has_own_output(checkpoint: MegatronCheckpoint, names: Mapping[str, str], *,
     return not torch.equal(checkpoint.tensors.read(output)[:rows], checkpoint.tensors.read(embedding)[:rows])
 
 
+class _Parameter(NamedTuple):
+    """A parameter of megatron-core, and the stored tensors that make it up, each with the index of its part."""
+
+    mapping: ParamMapping
+    place: dict[str, int]
+    parts: list[tuple[str, tuple[int, ...]]]
+
+
 def _weights(
     checkpoint: MegatronCheckpoint, names: Mapping[str, str], architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
@@ -164,23 +172,42 @@ def _weights(
 
     Raises UserError if weights are missing, unexpected or of another shape, or a value is not finite.
     """
-    tensors, problems = checkpoint.tensors, list[str]()
-    reads: list[tuple[ParamMapping, dict[str, int], list[tuple[str, tuple[int, ...]]]]] = []
-    used: set[str] = set()
+    settings, files = checkpoint.settings, FileWeights(architecture=architecture)
+    zero_centered = settings.get("normalization") == "layernorm1p" or any(map(settings.get, _ZERO_CENTERED))
+    norm_offset = int(zero_centered and not architecture.zero_centered_norm)
+    for mapping, place, parts in _find_parameters(checkpoint, names, architecture):
+        values = [checkpoint.tensors.read(names[name], index) for name, index in parts]
+        whole = torch.cat(values) if len(values) > 1 else values[0]
+        if mapping.split is Split.VOCABULARY:  # rows beyond the vocabulary are padding
+            whole = whole[: architecture.vocab_size].clone()
+        if norm_offset and "layernorm" in mapping.mcore_name:
+            whole = whole + norm_offset
+        if not math.isfinite(float(whole.sum())) and not torch.isfinite(whole).all():
+            text = f"FILE must have finite weights, got {checkpoint.path} with NaN or infinity in {parts[0][0]}"
+            raise UserError(f"{text}; import an earlier checkpoint")
+        yield from files.of(mapping, place, whole)
+
+
+def _find_parameters(
+    checkpoint: MegatronCheckpoint, names: Mapping[str, str], architecture: Architecture
+) -> list[_Parameter]:
+    """Return all parameters of the model; raise UserError if weights are missing, unexpected or of another shape."""
+    parameters, problems = list[_Parameter](), list[str]()
     for mapping in architecture.family.mappings:
-        shape = _whole_shape(mapping, architecture)
+        shapes, dimension = source_shapes(mapping, architecture), split_dimension(mapping)
+        expected = [sum(each[axis] for each in shapes) if axis == dimension else size for axis, size in enumerate(shapes[0])]
         for place in architecture.instances(mapping, range(architecture.num_layers)):
             parts = _locate(mapping.mcore_name, place, names)
             if not parts:
                 problems.append(f"missing: {mapping.mcore_name.format(**place)}")
                 continue
-            used |= {name for name, _ in parts}
-            found = [tensors.shapes[names[name]][len(index) :] for name, index in parts]
-            whole = (sum(part[0] for part in found), *found[0][1:]) if len(found) > 1 else found[0]
-            rows_fit = mapping.split is Split.VOCABULARY and whole[1:] == shape[1:] and whole[0] >= shape[0]
-            if whole != shape and not rows_fit:
-                problems.append(f"{parts[0][0]}: expected shape {list(shape)}, got {list(whole)}")
-            reads.append((mapping, place, parts))
+            found = [checkpoint.tensors.shapes[names[name]][len(index) :] for name, index in parts]
+            shape = [sum(part[0] for part in found), *found[0][1:]] if len(found) > 1 else [*found[0]]
+            rows_fit = mapping.split is Split.VOCABULARY and shape[1:] == expected[1:] and shape[0] >= expected[0]
+            if shape != expected and not rows_fit:
+                problems.append(f"{parts[0][0]}: expected shape {expected}, got {shape}")
+            parameters.append(_Parameter(mapping, place, parts))
+    used = {name for parameter in parameters for name, _ in parameter.parts}
     if architecture.tied:
         used.add("output_layer.weight")  # a copy of the embedding
     problems += [f"unexpected: {name}" for name in names if name not in used]
@@ -188,27 +215,7 @@ def _weights(
         shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
         text = f"FILE must have the weights of {architecture.family.hf_architecture} as its settings describe them"
         raise UserError("\n  ".join([f"{text}, got {checkpoint.path} with {len(problems)} differences:", *shown, _TEMPLATE]))
-    settings = checkpoint.settings
-    zero_centered = settings.get("normalization") == "layernorm1p" or any(map(settings.get, _ZERO_CENTERED))
-    norm_offset = int(zero_centered and not architecture.zero_centered_norm)
-    files = FileWeights(architecture=architecture)
-    for mapping, place, parts in reads:
-        values = [tensors.read(names[name], index) for name, index in parts]
-        whole_values = torch.cat(values) if len(values) > 1 else values[0]
-        if mapping.split is Split.VOCABULARY:  # rows beyond the vocabulary are padding
-            whole_values = whole_values[: architecture.vocab_size].clone()
-        if norm_offset and "layernorm" in mapping.mcore_name:
-            whole_values = whole_values + norm_offset
-        if not math.isfinite(float(whole_values.sum())) and not torch.isfinite(whole_values).all():
-            text = f"FILE must have finite weights, got {checkpoint.path} with NaN or infinity in {parts[0][0]}"
-            raise UserError(f"{text}; import an earlier checkpoint")
-        yield from files.of(mapping, place, whole_values)
-
-
-def _whole_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
-    """Return the shape of a parameter of megatron-core on a single rank."""
-    shapes, dimension = source_shapes(mapping, architecture), split_dimension(mapping)
-    return tuple(sum(shape[axis] for shape in shapes) if axis == dimension else size for axis, size in enumerate(shapes[0]))
+    return parameters
 
 
 def _locate(mcore_name: str, place: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...]]]:

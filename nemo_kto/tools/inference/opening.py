@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.artifacts.adapter_files import (
+from nemo_kto.data.tokens.bounded import BoundedProcess, LimitError, WorkError
+from nemo_kto.errors import UserError, printable
+from nemo_kto.model_files.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     MODULES,
@@ -22,10 +24,8 @@ from nemo_kto.artifacts.adapter_files import (
     key_mapping,
     text_model_prefix,
 )
-from nemo_kto.artifacts.model_folders import check_files
-from nemo_kto.artifacts.safetensors_files import read_header
-from nemo_kto.data.tokens.bounded import BoundedProcess, LimitError, WorkError
-from nemo_kto.errors import UserError, printable
+from nemo_kto.model_files.model_folders import check_files
+from nemo_kto.model_files.safetensors_files import read_header
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from nemo_kto.artifacts.generation_files import read_generation_settings
-from nemo_kto.artifacts.model_content import auto_class
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat_template import RecordEncoder, load_tokenizer
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
@@ -26,6 +24,7 @@ from nemo_kto.data.tokens.template_trial import REMEDY
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, either, plural, refuse_broken, show
+from nemo_kto.model_files.companion_files import auto_class, read_generation_settings
 from nemo_kto.tools.inference.opening import open_model
 from nemo_kto.utils.text import terminal_line, terminal_text
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
 from nemo_kto.cli import integer_from
 from nemo_kto.data.rows.data_sources import read_data_prefix
 from nemo_kto.data.rows.drops import DEFAULT_DROPS, check_drops
@@ -20,6 +19,7 @@ from nemo_kto.data.rows.values import check_json_columns
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.hub import is_hub_name, local_folder, pin
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.inspect.data_check import PartCheck, Report
 from nemo_kto.utils.text import terminal_line

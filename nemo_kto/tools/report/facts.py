@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from nemo_kto.artifacts.checkpoint_files import size_text
 from nemo_kto.data.rows.forms import data_name
 from nemo_kto.errors import plural
+from nemo_kto.model_files.checkpoint_files import size_text
 from nemo_kto.records.run_record import RUNNING, RunRecord
 from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.timers import duration_text

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.artifacts.model_content import quick_hash
 from nemo_kto.cli import aligned
 from nemo_kto.errors import UserError, error_of, plural
+from nemo_kto.model_files.content_hashes import quick_hash
 from nemo_kto.records.run_record import ComparisonResult, is_run, record_comparison
 from nemo_kto.telemetry.console import take_over
 from nemo_kto.telemetry.progress import progress_bar

@@ -19,7 +19,8 @@ try:
 except ImportError:
     import httpx
 
-from nemo_kto.errors import UserError, describe, plural, printable, refuse_broken, show, without_secret
+from nemo_kto.errors import UserError, describe, plural, printable, refuse_broken, show
+from nemo_kto.redaction import without_secret
 from nemo_kto.tools.rounds.replies import NoAnswer, Reply, read_reply
 from nemo_kto.utils.text import print_error
 

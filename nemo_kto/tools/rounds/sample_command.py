@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.artifacts.model_content import quick_hash
-from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.cli import integer_from
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
+from nemo_kto.model_files.content_hashes import quick_hash
+from nemo_kto.model_files.tokenizer_files import has_chat_template
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.chat.chat_command import add_sampling, base_of_adapters, check_sampling, find_model, load_models
 from nemo_kto.tools.inference.row_output import open_rows

@@ -46,6 +46,11 @@ def as_list(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
+def texts(value: object) -> list[str]:
+    """Return the entries of a list, or a single value, as text."""
+    return [str(each) for each in (value if isinstance(value, list | tuple) else [] if value is None else [value])]
+
+
 def table() -> dict[str, Any]:
     """Return the content of translation.yaml."""
     return migration.read_table("translation", __package__)
@@ -79,14 +84,16 @@ def trains_adapters(options: Mapping[str, object]) -> bool:
 class Options:
     """Options of a trainer in TRL's names, and what they were translated to.
 
-    Each option that is given ends in an override, in ``without`` or in a note, or agrees with this program (``agreeing``).
+    ``given`` and ``defaults`` are read once; conversions add to the other attributes. Each option that is given ends in an
+    override, in ``without`` or in a note, or agrees with this program (``agreeing``).
     """
 
     trainer: str
     title: str
-    given: dict[str, object]
-    defaults: dict[str, object]
-    original: dict[str, str]  # TRL's name -> the trainer's name
+    implied_loss: str | None  # by the method, such as orpo
+    given: dict[str, object] = field(default_factory=dict)
+    defaults: dict[str, object] = field(default_factory=dict)
+    original: dict[str, str] = field(default_factory=dict)  # TRL's name -> the trainer's name
     settled: set[str] = field(default_factory=set)
     overrides: dict[str, tuple[object, str]] = field(default_factory=dict)  # key -> value, and the option that set it
     without: dict[str, str] = field(default_factory=dict)
@@ -94,9 +101,9 @@ class Options:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, given: dict[str, object], *, trainer: str) -> Options:
+    def of(cls, given: dict[str, object], *, trainer: str, implied_loss: str | None) -> Options:
         entry = table()["trainers"][trainer]
-        found = cls(trainer=trainer, title=entry["title"], given={}, defaults={}, original={})
+        found = cls(trainer=trainer, title=entry["title"], implied_loss=implied_loss)
         values, original, on = found.given, found.original, entry["enabled"]
         if isinstance(parts := read_value(given.get("model_init_kwargs")), Mapping):
             given = {name: value for name, value in given.items() if name != "model_init_kwargs"}
@@ -119,7 +126,20 @@ class Options:
                 del values[name]
             elif value is None and name == "max_length":  # no limit
                 found.defaults[name] = None
+        found._read_implied_loss()
         return found
+
+    def _read_implied_loss(self) -> None:
+        """Take the loss that the method implies, and its defaults; CPO has TRL's names of pair losses for its own."""
+        if self.implied_loss == "simpo" and self.trainer == "ms-swift":
+            self.defaults["beta"] = 2.0
+        if self.implied_loss is not None and not self.has("loss_type"):
+            self.agree("loss_type")
+            self.original.setdefault("loss_type", "loss_type")
+            self.given["loss_type"] = self.implied_loss
+        elif self.implied_loss == "cpo":
+            kind = str(self.given["loss_type"])
+            self.given["loss_type"] = "cpo" if kind == "sigmoid" else kind
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of an option or its default."""
@@ -129,9 +149,12 @@ class Options:
     def has(self, *names: str) -> bool:
         return any(self.given.get(name) is not None for name in names)
 
-    def set(self, key: str, value: object, *names: str) -> None:
-        """Set one of our keys to a value that follows from the options ``names``, or from a default if none is given."""
-        by = next((name for name in names if self.has(name)), "")
+    def set(self, key: str, value: object, *names: str, because: str = "") -> None:
+        """Set one of our keys to a value that follows from the options ``names``, or from a default if none is given.
+
+        It may also follow from the option ``because``, which is translated to another key.
+        """
+        by = next((name for name in (*names, because) if self.has(name)), "")
         earlier, earlier_by = self.overrides.get(key, (value, ""))
         if earlier_by and by and earlier != value:
             self.reject(earlier_by, f"{key} has one value, and {self.shown(by)} is used")

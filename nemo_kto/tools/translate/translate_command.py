@@ -11,13 +11,12 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli import integer_from
 from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
-from nemo_kto.config.checker import SHORT, read_positions
-from nemo_kto.config.mistakes import find_mistakes
+from nemo_kto.config.checker import SHORT, find_mistakes, read_positions
 from nemo_kto.config.schema import config_type
 from nemo_kto.tools.translate.option_files import read_options
 from nemo_kto.tools.translate.trainer_options import table
 from nemo_kto.tools.translate.translation import Translation, translate
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 from nemo_kto.utils.text import shell_comment
 
 _DESCRIPTION = """\
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
 def remaining_errors(found: Translation, further: Sequence[str] = ()) -> list[str]:
     """Return the errors that the translated command would have, apart from those in files."""
     words, recipe = [*found.words(), *further], found.recipe
-    source = compose.Source(config_name=recipe.config_name)
+    source = compose.our_source(recipe)
     return [str(error) for error in find_mistakes(words, source=source, recipe=recipe, rules=lambda cfg: [])]
 
 

@@ -7,13 +7,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
 from nemo_kto.config.checker import override_value
 from nemo_kto.config.schema import config_type
-from nemo_kto.errors import UserError, either, printable
+from nemo_kto.errors import UserError, either
+from nemo_kto.tools.translate.data_options import convert_data, convert_model, place
+from nemo_kto.tools.translate.loss_options import convert_loss, overrides_of
 from nemo_kto.tools.translate.trainer_options import (
     Options,
     as_list,
@@ -21,15 +23,14 @@ from nemo_kto.tools.translate.trainer_options import (
     read_value,
     set_texts,
     table,
+    texts,
     trains_adapters,
 )
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import shell_word
 
 EPOCHS = 1_000_000  # other trainers repeat the data until max_steps
-_FILE_LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of load_dataset, with data_files
-_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 class Translation(NamedTuple):
@@ -83,7 +84,7 @@ def find_recipe(options: Mapping[str, object], method: str | None) -> tuple[Reci
         return RECIPES[algorithm], next(iter(loss), None)
     losses = as_list(read_value(options.get("loss_type")))
     for recipe in RECIPES.values():
-        if recipe.aliases.keys() & options.keys() or any(_overrides_of(str(loss), recipe.name) for loss in losses):
+        if recipe.aliases.keys() & options.keys() or any(overrides_of(str(loss), recipe.name) for loss in losses):
             return recipe, None
     raise UserError(f"--algorithm must be {either(list(RECIPES))}, got none, and the options name no algorithm; add it")
 
@@ -101,38 +102,31 @@ def translate(
     ``method`` is the method that the program of the file implies, such as orpo; the option rlhf_type takes precedence.
     """
     given = {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
-    trainer = trainer or find_trainer(given)
-    options, loss = Options.of(given, trainer=trainer), None
-    method = str(options.given["rlhf_type"]) if options.has("rlhf_type") else method
+    trainer, loss = trainer or find_trainer(given), None
+    if (named_method := read_value(given.get("rlhf_type"))) is not None:
+        method = str(named_method)
     if recipe is None or method is not None:
         named, loss = find_recipe(given, method)
         recipe = recipe or named
-        options.settled.add("rlhf_type")
-    _loss_of_method(options, loss)
-    for convert in (_model, _data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals):
+    options = Options.of(given, trainer=trainer, implied_loss=loss)
+    options.settled.update(["rlhf_type"] if method is not None else [])
+    for convert in (
+        convert_model,
+        convert_data,
+        convert_loss,
+        _batch,
+        _length,
+        _schedule,
+        _adapters,
+        _precision,
+        _intervals,
+    ):
         convert(options, recipe)
     _experts(options, method, with_defaults=with_defaults and trainer == "trl")
     _same_values(options, recipe)
     _settle_others(options, recipe)
     chosen = {key: value for key, (value, by) in options.overrides.items() if by or with_defaults}
     return Translation(options.title, recipe, chosen, options.without, list(dict.fromkeys(options.notes)))
-
-
-def _loss_of_method(options: Options, loss: str | None) -> None:
-    """Set the loss that a method implies, and its defaults."""
-    if loss == "cpo" and options.has("loss_type"):  # CPOTrainer gives the names of DPOTrainer to losses without a reference
-        kind = str(options.given["loss_type"])
-        if kind in ("hinge", "ipo"):
-            options.set("model.dpo.reference_free", True, "loss_type")
-            if weight := options.get("cpo_alpha"):
-                _sft_term(options, "model.dpo", weight, token_mean=True, name="cpo_alpha")
-        options.given["loss_type"] = "cpo" if kind == "sigmoid" else kind
-    elif loss is not None and not options.has("loss_type"):
-        options.agree("loss_type")
-        options.given["loss_type"] = loss
-        options.original.setdefault("loss_type", "loss_type")
-    if loss == "simpo" and options.trainer == "ms-swift":
-        options.defaults["beta"] = 2.0
 
 
 def _settle_others(options: Options, recipe: Recipe) -> None:
@@ -153,245 +147,6 @@ def _settle_others(options: Options, recipe: Recipe) -> None:
 def _reasons() -> dict[str, str]:
     """Return options without a counterpart, or whose other values have none, with the reason."""
     return {name: reason for reason, group in table()["without"].items() for name in group} | migration.without()
-
-
-def _place(options: Options, name: object, *, config: object = None, split: object = None) -> str:
-    """Return a folder or file as it is, and a name on the hub as hf:NAME[:CONFIG][:SPLIT]."""
-    hub, _, text = str(name).rpartition("::")  # of ms-swift
-    is_path = text.startswith((".", "/", "~", "hf:")) or text.endswith(_DATA_FILES) or text.count("/") != 1
-    if is_path or os.path.exists(text):
-        if split not in (None, "", "train"):
-            options.notes.append(f"{text}: all rows are used, not the split {split}; name its files")
-        return text
-    if options.trainer != "trl" and hub.upper() != "HF" and not options.get("use_hf"):
-        remedy = f"check that hf:{text} has the same content, or download it and give the folder"
-        options.notes.append(f"{text}: ms-swift reads this name from ModelScope; {remedy}")
-    parts = [text, *(str(part) for part in (config, split) if part not in (None, "", "train", "default"))]
-    return f"hf:{':'.join(parts)}"
-
-
-def _model(options: Options, recipe: Recipe) -> None:
-    if options.has("model_name_or_path"):
-        revision, model = options.get("model_revision"), _place(options, options.get("model_name_or_path"))
-        if revision not in (None, "main") and model.startswith("hf:"):
-            model = f"{model}@{revision}"
-            options.settled.add("model_revision")
-        options.set("pretrained_checkpoint.restore_from_path", model, "model_name_or_path")
-    if options.has("ref_model"):
-        options.set("model.reference.restore_from_path", _place(options, options.get("ref_model")), "ref_model")
-
-
-def _data(options: Options, recipe: Recipe) -> None:
-    key, others = "model.data.data_prefix", ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
-    name = "datasets" if options.has("datasets") else others[0]
-    train, test = _rows(options, name, options.get(others[2])), _rows(options, "test_datasets")
-    validates = options.trainer != "trl" or options.get("eval_strategy") not in (None, "no", False)
-    if name == others[0] and options.trainer == "trl" and any(each.startswith("hf:") for each in train):
-        if not test and (validates or options.has(others[3])):
-            test = _rows(options, name, options.get(others[3], "test"))
-        options.settled.update(others[1:])
-    for other in others[name == others[0] :]:
-        if other not in options.settled:
-            options.reject(other, f"{name} is used, and all of its rows; name other files in {key}")
-    files = [entry.get("data_files") for entry in as_list(options.get("datasets")) if isinstance(entry, Mapping)]
-    for split, each in [item for mapping in files if isinstance(mapping, Mapping) for item in mapping.items()]:
-        if not {*_texts(each)} & {*train, *test}:
-            options.without[printable(f"data_files.{split}={override_value(each)}")] = "no run uses this split of its rows"
-    if train:
-        both = [places[0] if len(places) == 1 else places for places in (train, test) if places]
-        options.set(key, {"train": both[0], "validation": both[1]} if test else both[0], "datasets", others[0])
-        options.notes.append(f"{key}: {recipe.data}; other columns are named in model.data.fields")
-        options.settled.add("test_datasets")
-    if test and not validates:
-        options.set(f"trainer.{recipe.name}.val_check_interval", 0, "test_datasets", others[3])
-    fraction, splits = options.get("validation_fraction") or 0, "model.data.splits_string"
-    options.reject("validation_fraction", "the validation data is used") if test else None
-    if 0 < fraction < 1 and not test:
-        options.set(splits, f"{100 - fraction * 100:g},{fraction * 100:g}", "validation_fraction")
-    elif not test:
-        options.reject("validation_fraction", f"it must be a share between 0 and 1; set {splits}") if fraction else None
-        options.set(splits, None)  # all rows are used for training
-    options.agree("validation_fraction")
-
-
-def _rows(options: Options, name: str, split: object = None) -> list[str]:
-    """Return the files and hub names of an option; ``split`` is that of names without one."""
-    value, rows = options.given.get(name), list[str]()
-    for entry in value if isinstance(value, list) else [] if value is None else [value]:
-        if isinstance(entry, Mapping):
-            rows += _entry_rows(options, name, entry)
-            continue
-        text, _, count = str(entry).strip().partition("#")
-        if count:
-            options.notes.append(f"{text}: all rows are used, not {count} of them")
-        hub, separator, rest = text.rpartition("::")
-        path, _, subsets = rest.partition(":") if options.trainer != "trl" else (rest, "", "")
-        for subset in subsets.split("/"):
-            config, place = subset or options.get("dataset_config"), f"{hub}{separator}{path}"
-            rows += [_place(options, place, config=config, split=part) for part in _splits(options, split)]
-    return list(dict.fromkeys(rows))
-
-
-def _splits(options: Options, split: object) -> list[str | None]:
-    """Return the names in a split such as train[:1000]+test; of each, all rows are used."""
-    if split is None:
-        return [None]
-    parts = [part.strip() for part in str(split).split("+")]
-    for part in parts:
-        if "[" in part:
-            options.notes.append(f"split={split}: all rows are used; write the rows of {part} to a file")
-    return list(dict.fromkeys(part.partition("[")[0] for part in parts))
-
-
-def _texts(value: object) -> list[str]:
-    return [str(each) for each in (value if isinstance(value, list | tuple) else [] if value is None else [value])]
-
-
-def _entry_rows(options: Options, name: str, entry: Mapping[Any, Any]) -> list[str]:
-    """Return the files or the hub names of a mapping with the arguments of load_dataset."""
-    path, files = str(entry.get("path")), entry.get("data_files")
-    is_file = path in _FILE_LOADERS or os.path.isdir(path)
-    read = ("path", "name", "split", *(("data_files",) if is_file else ()))
-    for key, value in entry.items():
-        if key not in read and value not in (None, False, ""):
-            reason = "settings of data sets are not translated; columns are named in model.data.fields"
-            options.without[printable(f"{name}.{key}={override_value(value)}")] = reason
-    splits = _splits(options, entry.get("split"))
-    if files is None or not is_file:
-        return [_place(options, path, config=entry.get("name"), split=split) for split in splits] if "path" in entry else []
-    if isinstance(files, Mapping):
-        usual = "train" if "train" in files else next(iter(files), "")
-        files = [each for split in splits for each in _texts(files.get(split or usual))]
-    return [str((Path(path) if path not in _FILE_LOADERS else Path()) / file) for file in _texts(files)]
-
-
-def _loss(options: Options, recipe: Recipe) -> None:
-    section, losses = f"model.{recipe.name}", _texts(as_list(options.get("loss_type")))
-    weights = [read_value(weight) for weight in as_list(options.get("loss_weights"))] or [1.0] * len(losses)
-    terms = [(loss, weight) for loss, weight in zip(losses, weights, strict=False) if loss != "sft"]
-    if losses and (wrong := _wrong_losses(recipe.name, losses, weights)) is not None:
-        options.set(f"{section}.preference_loss", "???", "loss_type")  # the command has no loss until the user names one
-        options.reject(*wrong)
-    elif losses:
-        named = [_overrides_of(loss, recipe.name) for loss, _ in terms]
-        if further := list(dict.fromkeys(text for texts in named for text in texts[1:])):
-            set_texts(options, further, "loss_type")
-        names_of = [texts[0].partition("=")[2] for texts in named]
-        if len(terms) > 1:
-            mixed = {name: weight for name, (_, weight) in zip(names_of, terms, strict=True)}
-            options.set(f"{section}.preference_losses", mixed, "loss_type", "loss_weights")
-        else:
-            options.set(f"{section}.preference_loss", names_of[0], "loss_type")
-            if terms[0][1] != 1:
-                options.set(f"{section}.preference_loss_weight", terms[0][1], "loss_weights")
-            options.settled.update(("loss_weights",) if len(losses) > 1 else ())
-        if "sft" in losses:
-            _sft_term(options, section, weights[losses.index("sft")], token_mean=True, name="loss_type")
-    if options.get("rpo_alpha"):
-        _sft_term(options, section, options.get("rpo_alpha"), token_mean=True, name="rpo_alpha")
-    _own_terms(options, losses)
-    _smoothing(options, losses)
-    if section == "model.dpo":
-        _divergence(options, losses)
-    updates = {"ref_model_sync_steps": ("sync_interval", 512), "ref_model_mixup_alpha": ("sync_alpha", 0.6)}
-    for name, (key, default) in updates.items():
-        if options.get("sync_ref_model") is True:
-            options.set(f"model.reference.{key}", options.get(name, default), "sync_ref_model", name)
-        options.reject(name, "sync_ref_model is off") if name not in options.settled else None
-
-
-def _overrides_of(loss: str, algorithm: str) -> list[str]:
-    """Return the overrides for TRL's name of a loss; none if the algorithm has no such loss."""
-    same = [f"model.{algorithm}.preference_loss={loss}"] if loss in RECIPES[algorithm].losses else []
-    return [text for text in table()["losses"].get(loss, same) if text.startswith(f"model.{algorithm}.")]
-
-
-def _wrong_losses(algorithm: str, losses: Sequence[str], weights: Sequence[object]) -> tuple[str, str] | None:
-    """Return the option that names losses that a run cannot have, and the reason; None if it can have them."""
-    named = [loss for loss in losses if loss != "sft"]
-    known = [_overrides_of(loss, algorithm) for loss in named]
-    means = {any("average_log_probs" in text for text in texts) for texts in known}
-    if len(weights) != len(losses):
-        return "loss_weights", "it must have a number for each loss"
-    if not named:
-        return "loss_type", f"a run has a preference loss besides the SFT loss; set model.{algorithm}.preference_loss"
-    if len({*losses}) < len(losses):
-        return "loss_type", "each of its losses must occur once, not twice"
-    if not all(known):
-        return "loss_type", f"`nemo-kto {algorithm}` has no such loss"
-    if len(named) > 1 and (algorithm != "dpo" or len(means) > 1):
-        reason = "they are not for pairs, or take sums and means of tokens"
-        return "loss_type", f"these losses cannot be mixed: {reason}"
-    return None
-
-
-def _divergence(options: Options, losses: Sequence[str]) -> None:
-    """Translate the options of f-DPO, LD-DPO and WPO where they mean something else in the other trainer."""
-    swift = options.trainer != "trl"
-    divergence, alpha = options.get("f_divergence_type"), options.get("f_alpha_divergence_coef")
-    if divergence not in (None, "reverse_kl") and {"ipo", "sigmoid_norm"} & {*losses}:
-        reason = "it divides the score of the sum by the number of tokens; here it is that of the mean"
-        options.reject("f_divergence_type", reason)
-    if alpha is not None and divergence == "alpha_divergence":
-        value = 1 - alpha if swift else alpha  # ms-swift has the alpha of the paper
-        options.set("model.dpo.f_alpha_divergence_coef", value, "f_alpha_divergence_coef")
-    elif alpha is not None:
-        options.reject("f_alpha_divergence_coef", "only f_divergence_type=alpha_divergence uses it")
-    if swift and options.has("ld_alpha"):
-        options.notes.append("model.dpo.ld_alpha: the reference is weighted as well, and not in ms-swift")
-    if options.get("use_weighting") and "sft" in losses:
-        options.notes.append("model.dpo.use_weighting: the SFT loss is not weighted, and is in TRL")
-
-
-def _own_terms(options: Options, losses: Sequence[str]) -> None:
-    """Set the options that belong to single losses, and the SFT terms that TRL has in CPO, SimPO and ORPO."""
-    if {"cpo", "simpo"} & {*losses} and options.get("cpo_alpha"):
-        _sft_term(options, "model.dpo", options.get("cpo_alpha"), token_mean=True, name="cpo_alpha")
-    elif {"cpo", "simpo"} & {*losses}:
-        options.agree("cpo_alpha")
-    if "cpo" in losses:  # its own SFT term is a sum over tokens
-        options.set("model.dpo.cpo_alpha", 0, "loss_type")
-    for name, users, title in (
-        ("simpo_gamma", {"simpo", "alphapo"}, "SimPO has"),
-        ("cpo_alpha", {"cpo", "simpo"}, "CPO and SimPO have"),
-        ("alpha", {"alphapo"}, "AlphaPO has"),
-    ):
-        if not users & {*losses}:
-            options.defaults.pop(name, None)
-            if name not in options.settled:
-                options.reject(name, f"only {title} it")
-    if "orpo" in losses:  # TRL's first term covers the prompt and is a mean over tokens
-        _sft_term(options, "model.dpo", 1.0, token_mean=True, name="loss_type")
-        options.set("model.dpo.orpo_sft_weight", 0, "loss_type")
-        options.set("model.dpo.sft_completion_only", False, "loss_type")
-
-
-def _smoothing(options: Options, losses: Sequence[str]) -> None:
-    """Set the label smoothing of each loss that has it, which is one option in the other trainers."""
-    value, name = options.get("label_smoothing"), "label_smoothing"
-    if not value:
-        options.agree(name)
-        return
-    unsmoothed = {"sigmoid", "sigmoid_norm"} if options.trainer == "trl" else set[str]()
-    smoothed = {*"robust aot aot_pair aot_unpaired cpo simpo alphapo sigmoid sigmoid_norm".split()} - unsmoothed
-    given = {*losses} or {"sigmoid"}
-    if "exo_pair" in given:
-        options.set("model.dpo.exo_label_smoothing", value, name)
-    if smoothed & given:
-        options.set("model.dpo.label_smoothing", value, name)
-        if both := sorted(unsmoothed & given):
-            options.notes.append(f"model.dpo.label_smoothing: {both[0]} is smoothed as well, and not in TRL")
-    if name not in options.settled:
-        remedy = "; set model.dpo.label_smoothing to smooth it" if unsmoothed & given else ""
-        options.reject(name, f"{options.title} ignores it with this loss{remedy}")
-
-
-def _sft_term(options: Options, section: str, weight: object, *, token_mean: bool, name: str) -> None:
-    options.set(f"{section}.sft_loss_weight", weight, name)
-    if token_mean and section == "model.dpo":
-        options.set(f"{section}.sft_token_mean", True, name)
-    else:
-        options.set(f"{section}.sft_average_log_probs", True, name)
 
 
 def _batch(options: Options, recipe: Recipe) -> None:
@@ -433,20 +188,20 @@ def _length(options: Options, recipe: Recipe) -> None:
 
 
 def _schedule(options: Options, recipe: Recipe) -> None:
-    prefix, name = "model.optim.sched", str(options.get("lr_scheduler_type")).lower()
+    prefix, schedule = "model.optim.sched", "lr_scheduler_type"
+    name = str(options.get(schedule)).lower()
     extra = options.get("lr_scheduler_kwargs")
     further = dict(extra) if isinstance(extra, Mapping) else {"": extra} if extra else {}
     lowest = read_value(further.pop("min_lr", options.get("min_lr")))
     share = read_value(further.pop("min_lr_rate", None))
     if name == "cosine_with_restarts":
-        options.set(f"{prefix}.num_cycles", further.pop("num_cycles", 1), "lr_scheduler_kwargs", "lr_scheduler_type")
+        options.set(f"{prefix}.num_cycles", further.pop("num_cycles", 1), "lr_scheduler_kwargs", because=schedule)
     if further or (extra and name.startswith("constant")):
         options.reject("lr_scheduler_kwargs", "of these settings only min_lr, min_lr_rate and num_cycles are translated")
     if not is_finite(lowest):
         lowest = float(f"{(options.get('learning_rate') or 0.0) * share:.12g}") if is_finite(share) else 0.0
     if not name.startswith("constant"):
-        options.set(f"{prefix}.min_lr", lowest, "min_lr", "lr_scheduler_kwargs", "lr_scheduler_type")
-    options.settled.discard("lr_scheduler_type")  # its name follows
+        options.set(f"{prefix}.min_lr", lowest, "min_lr", "lr_scheduler_kwargs", because=schedule)
     steps, ratio = options.get("warmup_steps", 0), options.get("warmup_ratio")
     names = ("warmup_steps", "warmup_ratio")
     if steps > 0 and ratio:
@@ -470,11 +225,11 @@ def _adapters(options: Options, recipe: Recipe) -> None:
                 options.reject(name, "all weights are trained, because no option selects LoRA")
         return
     options.set("model.peft.peft_scheme", "lora", *names, *keys[:5])
-    for number, folder in enumerate(_texts(options.get("adapter_name_or_path"))):
+    for number, folder in enumerate(texts(options.get("adapter_name_or_path"))):
         if number:
             options.reject("adapter_name_or_path", "a run starts from one folder of adapters; the first is used")
         else:
-            options.set("model.peft.restore_from_path", _place(options, folder), "adapter_name_or_path")
+            options.set("model.peft.restore_from_path", place(options, folder), "adapter_name_or_path")
     rank, targets = options.get("lora_r", 8), as_list(options.get("lora_target_modules"))
     options.set(f"{tuning}.adapter_dim", rank, "lora_r")
     options.set(f"{tuning}.alpha", float(options.get("lora_alpha")), "lora_alpha")

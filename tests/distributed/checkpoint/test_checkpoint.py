@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.model_files.checkpoint_files import find_checkpoints
 from tests.helpers.consumed_rows import train_and_record
 from tests.helpers.job_cache import CHECKPOINTS, JobCache
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train, trajectory
-from tests.unit.artifacts.test_checkpoint_files import flip
+from tests.unit.model_files.test_checkpoint_files import flip
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one_rank": (1, []),

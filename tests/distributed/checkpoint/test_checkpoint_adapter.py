@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
+from nemo_kto.model_files.checkpoint_files import info_text
 from tests.helpers import hf_models, lora_jobs
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool

@@ -12,16 +12,16 @@ from unittest import mock
 
 import pytest
 
-from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.distributed import state
+from nemo_kto.model_files.checkpoint_files import find_checkpoints
 from tests.helpers import lora_jobs
 from tests.helpers.hf_jobs import message_of
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.saved_runs import SavedRun
 from tests.helpers.training_jobs import train
-from tests.unit.artifacts.test_checkpoint_files import flip
+from tests.unit.model_files.test_checkpoint_files import flip
 
 UMASK = os.umask(0)
 os.umask(UMASK)

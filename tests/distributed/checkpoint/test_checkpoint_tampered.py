@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import hash_file, info_text
 from tests.helpers import lora_jobs
 from tests.helpers.messages import assert_names
 from tests.helpers.rank_pool import RankPool

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.checkpoint import model_state
+from nemo_kto.checkpoint.sharded_weights import load_weights, sharded_weights
 from nemo_kto.distributed import state
-from nemo_kto.huggingface import mapping
+from nemo_kto.huggingface.rank_weights import rank_weights
 from nemo_kto.models.gpt import build_gpt
 from tests.helpers.rank_pool import RankPool
 
@@ -87,7 +87,7 @@ def engine_and_ours(folder: Path, family: str) -> dict[str, Any]:
     state.init_distributed(layout=state.Layout(), seed=3)
     architecture = read_architecture(folder, tensor_parallel=1)
     ours = build_gpt(architecture, params_dtype=torch.float32)
-    sharded = model_state.sharded_state([ours], adapters=False)["model0"]
+    sharded = sharded_weights([ours], adapters=False)["model0"]
     shapes = {}
     for name, parameter in ours.named_parameters():
         key = sharded[name].key  # that of all layers together
@@ -95,11 +95,11 @@ def engine_and_ours(folder: Path, family: str) -> dict[str, Any]:
             key = key.replace(".layers.", f".layers.{name.split('.')[2]}.")
         shapes[key] = parameter.shape
     engine = Chunk(shapes, architecture.num_layers)
-    model_state.load_state([engine], {"model0": {name: torch.ones(shape) for name, shape in shapes.items()}}, adapters=False)
+    load_weights([engine], {"model0": {name: torch.ones(shape) for name, shape in shapes.items()}}, adapters=False)
     assert all(bool((parameter == 1).all()) for parameter in engine.parameters())
 
     def placed(chunk: nn.Module) -> set[tuple[str, int | None, torch.Size]]:
-        weights = mapping.rank_weights([chunk], architecture)
+        weights = rank_weights([chunk], architecture)
         return {(weight.mapping.mcore_name, weight.place.get("layer"), weight.parameter.shape) for weight in weights}
 
     return {

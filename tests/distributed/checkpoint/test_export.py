@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import safetensors.torch
 
-from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface import folders
+from nemo_kto.huggingface import export_folder
 from nemo_kto.huggingface.hf_weights import export, load_weights
+from nemo_kto.model_files.safetensors_files import is_our_model
 from tests.helpers import hf_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message
@@ -55,7 +55,7 @@ class Stage(NamedTuple):
 
 def stages() -> dict[str, Stage]:
     return {
-        "the lock": Stage(folders, "one_writer"),
+        "the lock": Stage(export_folder, "one_writer"),
         "the new folder": Stage(Path, "mkdir", ".out.export-"),
         "the first file of weights": Stage(safetensors.torch, "save_file"),
         "a later file of weights": Stage(safetensors.torch, "save_file", after=2),
@@ -63,8 +63,8 @@ def stages() -> dict[str, Stage]:
         "the index": Stage(Path, "write_text", "index.json"),
         "the configuration": Stage(Path, "write_text", "config.json"),
         "the tokenizer": Stage(Path, "write_bytes", "tokenizer.json"),
-        "the first flush": Stage(folders, "flush"),
-        "a later flush": Stage(folders, "flush", after=5),
+        "the first flush": Stage(export_folder, "flush"),
+        "a later flush": Stage(export_folder, "flush", after=5),
         "the new name": Stage(Path, "rename", ".out.export-"),
     }
 
@@ -198,7 +198,7 @@ def write(target: Path, text: str, *, kill_at: str = "") -> None:
         if stage == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    folder = folders.NewFolder(target=target)
+    folder = export_folder.NewFolder(target=target)
     renamed, removed = Path.rename, shutil.rmtree
 
     def rename(self: Path, to: Path) -> Path:
@@ -274,12 +274,12 @@ def test_an_export_follows_a_link(tmp_path: Path) -> None:
 def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def expected(target: Path, need: int = 0) -> str:
         with pytest.raises(UserError) as raised:
-            folders.check_target(target, is_ours=is_our_model, need=need)
+            export_folder.check_target(target, is_ours=is_our_model, need=need)
         return str(raised.value)
 
     (tmp_path / "mine").mkdir()
-    folders.check_target(tmp_path / "mine", is_ours=is_our_model)
-    folders.check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
+    export_folder.check_target(tmp_path / "mine", is_ours=is_our_model)
+    export_folder.check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
     (tmp_path / "mine" / "thesis.tex").touch()
     assert expected(tmp_path / "mine") == Message(f"{tmp_path / 'mine'}", "folder")
     file = tmp_path / "mine" / "thesis.tex"

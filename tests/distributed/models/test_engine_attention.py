@@ -33,7 +33,7 @@ def build(folder: Path, **settings: Any) -> Any:
 def of_a_pack(folder: Path) -> dict[str, Any]:
     """Hidden states and gradients of a pack, from models with the layers of Transformer Engine and without."""
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.checkpoint import model_state
+    from nemo_kto.checkpoint.sharded_weights import sharded_weights
     from nemo_kto.distributed import state
     from nemo_kto.layers.attention import PackedSequences
     from nemo_kto.layers.packing import token_positions
@@ -73,7 +73,7 @@ def of_a_pack(folder: Path) -> dict[str, Any]:
         "shared": difference(sharing, PROMPTS),
         "separate": difference(sharing, None),
         "refused": str(error.value),
-        "names": [sorted(model_state.sharded_state([model], adapters=False)["model0"]) for model in (plain, sharing)],
+        "names": [sorted(sharded_weights([model], adapters=False)["model0"]) for model in (plain, sharing)],
     }
 
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch._C import _current_graph_task_id as current_graph_task_id
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.checkpoint.model_state import sharded_state
+from nemo_kto.checkpoint.sharded_weights import sharded_weights
 from nemo_kto.distributed import gradients as overlapping
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.mapping import rank_weights
+from nemo_kto.huggingface.rank_weights import rank_weights
 from nemo_kto.models.engine import optimizer as of_models
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.models.lora.adapters import merge_adapters
@@ -91,7 +91,7 @@ def read(reader: str, model: Any, architecture: Any) -> None:
     if reader == "finite":
         assert model.has_finite_weights()
     elif reader == "save":
-        sharded_state(chunks, adapters=False)
+        sharded_weights(chunks, adapters=False)
     elif reader == "export":
         list(rank_weights(chunks, architecture))
     elif reader == "merge":

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.device.precision import Bf16Support
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import info_text
 from nemo_kto.run import lifecycle
 from tests.helpers.messages import Message, raises
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import resolved, train
-from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
+from tests.unit.model_files.test_checkpoint_files import make_checkpoint
 
 SLOW, FAST = "bf16 is slow here", "bf16 is fast here"
 

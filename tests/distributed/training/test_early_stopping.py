@@ -7,7 +7,7 @@ import io
 import json
 from pathlib import Path
 
-from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.model_files.checkpoint_files import find_checkpoints
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train

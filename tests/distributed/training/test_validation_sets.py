@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.model_files.checkpoint_files import find_checkpoints
 from tests.helpers.job_cache import JobCache
 from tests.helpers.messages import assert_names
 from tests.helpers.rank_pool import RankPool

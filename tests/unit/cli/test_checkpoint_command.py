@@ -11,7 +11,7 @@ import pytest
 
 from nemo_kto.cli.entry import look_at_checkpoints
 from tests.helpers.messages import Message
-from tests.unit.artifacts.test_checkpoint_files import flip, make_checkpoint
+from tests.unit.model_files.test_checkpoint_files import flip, make_checkpoint
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.artifacts.hub import _download
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.config.saved_config import save_config
+from nemo_kto.model_files.hub import _download
 from tests.helpers.hub_cache import add_model
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import write_stub_adapter, write_stub_model

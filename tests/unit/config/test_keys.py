@@ -12,7 +12,7 @@ from docs.site import tables
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config import compose, keys
 from nemo_kto.config.schema import config_type
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -11,7 +11,7 @@ from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose, migration
 from nemo_kto.config.schema import RunConfig, config_type
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import names
 from tests.helpers.messages import Message
 from tests.unit.conftest import composed, mistakes
 

@@ -9,8 +9,7 @@ import pytest
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config.schema import config_type
 from nemo_kto.run.resume import differences
-from nemo_kto.utils.field_errors import names
-from nemo_kto.utils.fields import MayChange, MustStay
+from nemo_kto.utils.fields import MayChange, MustStay, names
 from tests.helpers.messages import Message
 
 

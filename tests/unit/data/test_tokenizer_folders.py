@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from transformers.integrations.mistral import tokenizer as mistral
 from transformers.models.auto import tokenization_auto
 
-from nemo_kto.artifacts import tokenizer_files
-from nemo_kto.artifacts.model_content import copy_companions
 from nemo_kto.data.tokens.chat_template import hf_config, load_tokenizer
 from nemo_kto.errors import UserError
+from nemo_kto.model_files import tokenizer_files
+from nemo_kto.model_files.companion_files import copy_companions
 from tests.helpers.documented import REPOSITORY, blocks
 from tests.helpers.messages import raises
 from tests.unit.data.tiny_data import chatml_tokenizer

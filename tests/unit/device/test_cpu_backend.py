@@ -15,7 +15,7 @@ import os, sys, warnings
 import torch
 import nemo_kto.run.build
 from nemo_kto.device.patches import install_cpu_backend
-print({"torch._dynamo", "wandb"} & set(sys.modules))
+print({"torch._dynamo", "torch.utils.tensorboard", "wandb"} & set(sys.modules))
 
 with warnings.catch_warnings(record=True) as seen:
     warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.")

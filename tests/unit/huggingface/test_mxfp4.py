@@ -8,8 +8,8 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_kto.architecture.config_fields import Quantization
-from nemo_kto.artifacts.safetensors_files import FileTensor, Shapes
 from nemo_kto.huggingface.quantized import dequantize, stored_weights
+from nemo_kto.model_files.safetensors_files import FileTensor, Shapes
 
 
 def test_every_code_and_scale_of_mxfp4() -> None:

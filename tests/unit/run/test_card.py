@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.artifacts.hub import hub_name
-from nemo_kto.artifacts.model_content import copy_companions, read_companions
+from nemo_kto.model_files.companion_files import copy_companions, read_companions
+from nemo_kto.model_files.hub import hub_name
 from nemo_kto.run.card import CardSources, card_text, write_card
 
 COMMIT = "0" * 40

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.safetensors_files import INDEX, WRITTEN_BY
 from nemo_kto.processes.ranks import INTERRUPTED
 from nemo_kto.tools.chat.chat_command import find_model, main
 from nemo_kto.tools.inference.session import ChatModel, Sampling

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE, WRITTEN_BY
 from nemo_kto.errors import UserError, show
+from nemo_kto.model_files.safetensors_files import INDEX, SINGLE, WRITTEN_BY
 from nemo_kto.records.run_record import COMPARISONS_FILE, ComparisonResult, read_run, record_comparison
 from nemo_kto.tools.inference.reward_model import RewardModel
 from nemo_kto.tools.report.report_page import content_of

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings, adapted_mappings, adapter_mappings, hf_module
 from nemo_kto.architecture.segments import shape_in_file, source_shapes
-from nemo_kto.artifacts.safetensors_files import Shapes
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import printable
 from nemo_kto.mixers.param_mapping import ParamMapping
+from nemo_kto.model_files.safetensors_files import Shapes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import is_adapter
 

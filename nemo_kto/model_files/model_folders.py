@@ -14,12 +14,12 @@ from pathlib import Path
 from nemo_kto.architecture.config_fields import ModelFields
 from nemo_kto.architecture.config_file import CONFIG, other_format_of, read_config_file
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
-from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
-from nemo_kto.artifacts.hub import HUB
-from nemo_kto.artifacts.safetensors_files import find_weights
 from nemo_kto.errors import UserError
-from nemo_kto.utils.field_errors import file_errors
+from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
+from nemo_kto.model_files.checkpoint_files import INFO, config_folder, is_checkpoint
+from nemo_kto.model_files.hub import HUB
+from nemo_kto.model_files.safetensors_files import find_weights
+from nemo_kto.utils.fields import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
 
 _SHAPE = (

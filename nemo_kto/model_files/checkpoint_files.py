@@ -26,8 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_kto.architecture.config_fields import ABSENT
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.errors import UserError
-from nemo_kto.utils.field_errors import file_errors
-from nemo_kto.utils.fields import check
+from nemo_kto.utils.fields import check, file_errors
 from nemo_kto.utils.files import read_bytes
 from nemo_kto.utils.hashes import file_hash
 

@@ -15,7 +15,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.segments import is_cut, segments, source_shapes, split_dimension
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.mapping import Weight
+from nemo_kto.huggingface.rank_weights import Weight
 from nemo_kto.mixers.param_mapping import ParamMapping
 
 # Header of a parameter sent by a pipeline stage: mapping, layer and expert, and shape and dtype of the values that follow.

@@ -1,86 +1,30 @@
-"""Content hashes of model folders, and the files that accompany weights."""
+"""Files that accompany weights: configuration, tokenizer, license, model card, generation settings."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, ConfigDict
 
 from nemo_kto.architecture.config_fields import QUANTIZATION_FIELDS, quantization_settings
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import ALIASES
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
-from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
+from nemo_kto.model_files.content_hashes import tokenizer_files
+from nemo_kto.utils.fields import file_errors
 from nemo_kto.utils.files import file_inside, read_bytes, read_json
-from nemo_kto.utils.hashes import hash_once
-
-_CLASS = "tokenizer_config.json"  # may name the class of a tokenizer
-_PARTS, _PART_BYTES = 128, 2**13  # of a file for quick_hash
-_THREADS = 8  # hashlib releases the GIL
-_TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
-
-
-def model_files(folder: Path) -> list[Path]:
-    """Return the files that determine what a model or an adapter computes: its weights and its configuration.
-
-    ``folder`` is a Hugging Face folder, a folder in PEFT's format, or one of our own checkpoints, whose weights are in
-    state/. A checkpoint of adapters, or a folder in PEFT's format, also needs its base model, which is stored elsewhere.
-    """
-    if is_checkpoint(folder):
-        weights = [file for file in (folder / "state").rglob("*") if file.is_file()]
-        return sorted([*weights, folder / INFO, config_folder(folder) / CONFIG])
-    names = {CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS, SINGLE}
-    if (folder / INDEX).is_file():
-        names = {CONFIG, INDEX, *json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
-    return sorted(file for file in (folder / name for name in names) if file.is_file())
-
-
-def quick_hash(folder: Path) -> str:
-    """Return a hash of the sizes of the files of weights in a folder, and of evenly spaced parts, which training changes.
-
-    At most _PARTS * _PART_BYTES of each file are read. Raises UserError if one is a link out of the folder.
-    """
-    found = hashlib.sha256()
-    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin") and file.is_file()):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
-        with file_inside(folder, file.name).open("rb") as content:
-            for number in range(_PARTS):
-                content.seek(size * number // _PARTS)
-                found.update(content.read(_PART_BYTES))
-    return found.hexdigest()[:16]
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a Hugging Face folder that determine how a row is tokenised, including the chat template."""
-    files = [file for file in folder.iterdir() if file.name.startswith(_TOKENIZER_FILES)]
-    return sorted(file for file in [*files, *folder.glob("additional_chat_templates/*")] if file.is_file())
-
-
-def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared: bool = False) -> str:
-    """Return a hash of the content of files and of their names relative to ``folder``.
-
-    Hashes of large files are cached in ``cache_dir``, which is created if absent; with ``shared`` others may read them, as
-    the umask allows, else only the user may.
-    """
-    files = sorted(files)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        hashes = list(pool.map(partial(hash_once, cache_dir=cache_dir, private=not shared), files))
-    named = [(str(file.relative_to(folder)), of_file) for file, of_file in zip(files, hashes, strict=True)]
-    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
-
 
 logger = logging.getLogger(__name__)
 
+_CLASS = "tokenizer_config.json"  # may name the class of a tokenizer
 CARD = "README.md"  # the model card
 _LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 _MAX_BYTES = 2**28  # the largest tokenizers have a tenth of this size
@@ -90,6 +34,18 @@ _EXPECTED = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
+_GENERATION_FILES = ("generation_config.json", "config.json")  # transformers reads the first that exists
+_MIN_TEMPERATURE = 1e-5  # the quotients of logits are not finite below it
+_Share = Annotated[float, Ge(0), Le(1)]
+_Count = Annotated[int, Ge(0)]
+# Others that change answers, unless their value is one of _OFF.
+_IGNORED = (
+    "bad_words_ids", "constraints", "diversity_penalty", "dola_layers", "encoder_repetition_penalty", "force_words_ids",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "guidance_scale", "max_time", "min_length", "num_beams", "penalty_alpha", "sequence_bias", "stop_strings",
+    "watermarking_config",
+)  # fmt: skip
+_OFF: tuple[object, ...] = (None, False, 0, 1, "", [], {})
 
 
 def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
@@ -189,3 +145,37 @@ def copy_companions(source: Path, target: Path) -> None:
         if name not in (CONFIG, CARD):
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(content)
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
+
+    do_sample: bool | None = None
+    temperature: Annotated[float, Ge(0)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Ge(-1)] | None = None  # 0 and -1: from all tokens
+    min_p: _Share | None = None
+    typical_p: Annotated[float, Gt(0), Le(1)] | None = None
+    epsilon_cutoff: _Share | None = None
+    eta_cutoff: _Share | None = None
+    repetition_penalty: Annotated[float, Gt(0)] | None = None
+    no_repeat_ngram_size: _Count | None = None
+    min_new_tokens: _Count | None = None
+    max_new_tokens: Annotated[int, Ge(1)] | None = None
+    suppress_tokens: list[_Count] | None = None
+    begin_suppress_tokens: list[_Count] | None = None
+
+
+def read_generation_settings(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the generation settings of a folder that a chat uses, by their names, and the names of others that are set.
+
+    Raises UserError that lists all settings with a wrong value.
+    """
+    file = next((file for name in _GENERATION_FILES if (file := folder / name).exists()), folder / _GENERATION_FILES[0])
+    content = read_json(file_inside(folder, file.name)) if file.exists() else {}
+    if wrong := file_errors(_Settings, content):
+        raise UserError(f"{file}: {'; '.join(wrong.values())}; correct it, or download the file again")
+    used = {name: content[name] for name in _Settings.model_fields if content.get(name) is not None}
+    if used.get("temperature", 1) < _MIN_TEMPERATURE:
+        used |= {"do_sample": False, "temperature": 1.0}
+    return used, [name for name in _IGNORED if content.get(name) not in _OFF]

@@ -17,10 +17,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.checkpoint_files import adapter_settings
 from nemo_kto.device import device
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import adapter_settings
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.models.lora.adapters import is_adapter
 
@@ -87,7 +87,7 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
         )
 
 
-def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
+def sharded_weights(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
     """Return the sharded state of the adapters, or of everything but the adapters: ``model0`` for the first chunk and so on.
 
     It holds only weights, so that it is the same for layers of megatron-core and of Transformer Engine. The extra fp8 state
@@ -103,8 +103,8 @@ def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStat
     }
 
 
-def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool) -> None:
-    """Load weights in the form of :func:`sharded_state`; raise RuntimeError if some are missing or unexpected."""
+def load_weights(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool) -> None:
+    """Load weights in the form of :func:`sharded_weights`; raise RuntimeError if some are missing or unexpected."""
     for number, chunk in enumerate(chunks):
         state = loaded.get(f"model{number}", {})  # a stage without adapters has none
         missing, unexpected = unwrap_model(chunk).load_state_dict(state, strict=False)
@@ -118,7 +118,7 @@ def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> S
 
     For a model with adapters these are the adapters, and also the base model if the reference has a different one.
     """
-    base, adapters = (sharded_state(chunks, adapters=adapters) for adapters in (False, True))
+    base, adapters = (sharded_weights(chunks, adapters=adapters) for adapters in (False, True))
     reference: ShardedStateDict = {}
     for part, values in zip(base, _reference_values(chunks, weights), strict=True):
         state = {**base[part], **adapters[part]}

@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nemo_kto.artifacts import safetensors_files
-from nemo_kto.artifacts.safetensors_files import has_own_output, tensor_shapes
 from nemo_kto.errors import error_of
+from nemo_kto.model_files import safetensors_files
+from nemo_kto.model_files.safetensors_files import has_own_output, tensor_shapes
 from tests.helpers.messages import Message
 
 

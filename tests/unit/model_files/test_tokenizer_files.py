@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts import model_content as content
-from nemo_kto.artifacts.model_content import model_config, read_companions, with_dtype
 from nemo_kto.errors import UserError
+from nemo_kto.model_files import companion_files as content
+from nemo_kto.model_files.companion_files import model_config, read_companions, with_dtype
 from tests.helpers.messages import Message
 
 NEEDED = {

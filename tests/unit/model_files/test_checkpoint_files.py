@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 
-from nemo_kto.artifacts import checkpoint_files
-from nemo_kto.artifacts.checkpoint_files import check_checkpoint, hash_file, info_text
 from nemo_kto.checkpoint.discovery import newest_checkpoint, verify
 from nemo_kto.errors import UserError
+from nemo_kto.model_files import checkpoint_files
+from nemo_kto.model_files.checkpoint_files import check_checkpoint, hash_file, info_text
 from tests.helpers.messages import Message, raises
 
 FILES = {

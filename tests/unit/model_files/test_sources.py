@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.model_folders import ModelSource, find_source, named_base, remedy_for_missing
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.model_folders import ModelSource, find_source, named_base, remedy_for_missing
 from tests.helpers.messages import Message, raises
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
-from nemo_kto.artifacts.adapter_files import beginning_of, read_adapter_settings
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.adapter_files import beginning_of, read_adapter_settings
 from tests.helpers.messages import raises
 from tests.helpers.tiny_models import write_safetensors
 

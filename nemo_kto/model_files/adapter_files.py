@@ -29,9 +29,9 @@ from nemo_kto.architecture.lora import (
     adaptable,
     hf_module,
 )
-from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_header, tensor_shapes
 from nemo_kto.errors import UserError, either, printable, show
-from nemo_kto.utils.field_errors import file_errors
+from nemo_kto.model_files.safetensors_files import WRITTEN_BY, Shapes, read_header, tensor_shapes
+from nemo_kto.utils.fields import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping
-from nemo_kto.artifacts.checkpoint_files import (
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.safe_loading import read_errors
+from nemo_kto.checkpoint.sharded_weights import adapters_in
+from nemo_kto.cli.checkpoint_command import main
+from nemo_kto.errors import UserError
+from nemo_kto.model_files.checkpoint_files import (
     Checkpoint,
     DamagedCheckpoint,
     check_checkpoint,
@@ -20,15 +25,10 @@ from nemo_kto.artifacts.checkpoint_files import (
     rank_by,
     read_checkpoint,
 )
-from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.model_state import adapters_in
-from nemo_kto.checkpoint.safe_loading import read_errors
-from nemo_kto.cli.checkpoint_command import main
-from nemo_kto.errors import UserError
 from nemo_kto.run.resume import differences
 from tests.helpers.messages import assert_names
 from tests.unit.algorithms.trainer_doubles import Run
-from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
+from tests.unit.model_files.test_checkpoint_files import make_checkpoint
 
 STEP, BATCH = 4, 2
 RUN = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.hub import local_folder, pin
 from nemo_kto.errors import UserError
+from nemo_kto.model_files.hub import local_folder, pin
 from tests.helpers.hub_cache import add_model
 from tests.helpers.messages import raises
 from tests.helpers.tiny_models import write_stub_model

@@ -38,7 +38,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 STATES = ("param", "exp_avg", "exp_avg_sq")  # main weights and moments
 
 
-def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
+def optimizer_state(optimizer: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
     """Return the sharded state to save or, with ``is_loading``, to load into; a missing state is initialised first."""
     step = _adam_step(optimizer)
     with contextlib.ExitStack() as stack:
@@ -50,7 +50,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
                     part._init_optimizer_states_with_dummy_values()  # a step, with gradients of zero
             if is_distributed(part):
                 stack.enter_context(_patched(part, step))
-        sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
+        sharded = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_METADATA)
     _drop_classes(sharded)
     return {"optimizer": sharded, "adam_step": step}
 
@@ -163,8 +163,8 @@ def _drop_classes(state: StateDict) -> None:
 def _patched(part: MegatronOptimizer, step: int) -> Iterator[None]:
     """Make a distributed optimizer return its state as slices, in the dtypes in which it is stored."""
 
-    def slices(model_state: ShardedStateDict, is_loading: bool, _: object) -> ShardedStateDict:
-        return sharded_slices(part, model_state, is_loading=is_loading)
+    def slices(weights: ShardedStateDict, is_loading: bool, _: object) -> ShardedStateDict:
+        return sharded_slices(part, weights, is_loading=is_loading)
 
     inner = part.optimizer
     part.sharded_param_state_fully_reshardable = slices
@@ -221,12 +221,10 @@ def _of_row(shape: tuple[int, ...], number: int, start: int, end: int) -> Iterat
         yield Block(begin + inner.start, (number, *inner.offsets), (1, *inner.sizes))
 
 
-def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
+def sharded_slices(optimizer: Any, weights: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
     """Return this rank's state of a DistributedOptimizer: parameter number -> state name -> rectangle number -> values."""
     entries = {
-        id(entry.data): entry
-        for entry in nested_values(model_state)
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        id(entry.data): entry for entry in nested_values(weights) if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
     state: ShardedStateDict = {}
     for number, (parameter, start, end) in enumerate(_local_slices(optimizer)):
