@@ -44,7 +44,7 @@ from nemo_kto.memory.run_plan import Machines, check_memory, place_reference, si
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+from nemo_kto.models.preference_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.lifecycle import (

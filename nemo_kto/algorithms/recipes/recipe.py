@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # these take seconds to import, and the command line does not
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batches.dataset import Splits
     from nemo_kto.data.batches.loader import ExampleCosts, SequenceCost
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from nemo_kto.models.preference_model import PreferenceModel
     from nemo_kto.tools.inspect.data_preview import Preview
 
 Weight = Annotated[float, Ge(0)]
@@ -143,7 +143,7 @@ class Recipe(ABC):
         """
 
     @abstractmethod
-    def model_class(self) -> type[MegatronGPTModel]:
+    def model_class(self) -> type[PreferenceModel]:
         """Return the class of the model."""
 
     @abstractmethod

@@ -19,11 +19,11 @@ from nemo_kto.losses.preference import preference_metric_sums, preference_metric
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, add_work, upload_values
+from nemo_kto.models.preference_model import PreferenceModel, add_work, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTDPOModel(MegatronGPTModel):
+class MegatronGPTDPOModel(PreferenceModel):
     """Model for direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) and other pairwise losses."""
 
     sft_token_mean: bool = False  # average the SFT loss over the tokens of the global batch instead of over its pairs

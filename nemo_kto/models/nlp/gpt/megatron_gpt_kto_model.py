@@ -19,11 +19,11 @@ from nemo_kto.losses.rewards import without_rounding_errors
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, add_work, upload_values
+from nemo_kto.models.preference_model import PreferenceModel, add_work, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTKTOModel(MegatronGPTModel):
+class MegatronGPTKTOModel(PreferenceModel):
     """Model for Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
     One step over a global batch: a forward-only pass over the KL examples gives the reference point z0; then the samples run
@@ -36,7 +36,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
     _rewards: RunningMean = field(init=False, default_factory=RunningMean)  # over all training examples so far, for delta
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum and number of the rewards for a loss with delta; see :meth:`MegatronGPTModel.state_dict`."""
+        """Return the sum and number of the rewards for a loss with delta; see :meth:`PreferenceModel.state_dict`."""
         return {"rewards": asdict(self._rewards)} if self.objective.loss.needs_delta else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

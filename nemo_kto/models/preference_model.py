@@ -48,7 +48,7 @@ def add_work(work: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> dict[
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTModel:
+class PreferenceModel:
     """A policy with its objective and its reference; the engine runs the forward and backward passes."""
 
     engine: LogProbEngine
