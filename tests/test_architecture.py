@@ -84,9 +84,9 @@ PACKAGES = {
             # not where a command line is checked, which would take a third longer
             ("numpy", names("blend.py cache.py collate.py dataset.py drops.py loader.py")),
             ("transformers", names("chat_template.py message_content.py dataset.py drawn.py template_trial.py")),
-            ("datasets", names("cache.py dataset.py part_files.py data_sources.py")),
+            ("datasets", names("cache.py dataset.py tokeniser.py data_sources.py")),
             ("fsspec", names("data_sources.py")),
-            ("pyarrow", names("arguments.py row_files.py forms.py part_files.py")),
+            ("pyarrow", names("arguments.py row_files.py forms.py tokeniser.py")),
         ),
     ),
     "models": Package(
@@ -145,7 +145,8 @@ PACKAGES = {
         only_in=(("transformers", names("importing.py")),),
     ),
     "tools/inspect": Package(
-        own=names("cli config data run memory algorithms artifacts telemetry utils"), outside=names("click numpy")
+        own=names("cli config data losses run memory algorithms artifacts telemetry utils"),
+        outside=names("click numpy torch"),
     ),
     "tools/plan": Package(
         own=names("cli config memory mixers architecture models device data run utils"), outside=names("click")

@@ -24,6 +24,11 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
 
 
+def identity(batch: Any) -> Any:
+    """Return the batch unchanged: the collate function for loaders that yield batches."""
+    return batch
+
+
 @dataclass(kw_only=True, eq=False)
 class DPOTrainer:
     """Trainer for preference losses: steps, validation, checkpoints and timers, independent of the loss.
@@ -43,7 +48,7 @@ class DPOTrainer:
     train_dataloader: Loader[Any]
     val_dataloader: ValidationLoaders  # None for no validation
     test_dataloader: Loader[Any] | None  # not used by the trainer, only stored for the caller
-    collate_fn: Callable[[Any], Any]  # applied to each item that a loader yields
+    collate_fn: Callable[[Any], Any] = identity  # applied to each item that a loader yields
     logger: MetricsLogger
     ckpt_callback: CheckpointWriter
     run_timer: RunTimer  # decides when the run must stop before its last step

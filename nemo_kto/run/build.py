@@ -211,12 +211,12 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     engine = build_engine(run, policy)
     sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
     reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0, sampler=sampler)
-    model = cfg.recipe.model_class()(
+    model = cfg.recipe.model(
         engine=engine,
         reference=reference.policy,
         objective=build_objective(run.cfg),
         phase=timers.phase,
-        **cfg.recipe.model_options(cfg.loss, data.splits.train),
+        **cfg.loss.model_options(data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(
@@ -235,7 +235,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     run_logger = build_logger(run, resumed_step=resumed_step)
     callbacks = recording_callbacks(run, data, sampler, run_logger)
     callbacks += build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)
-    trainer = cfg.recipe.trainer(data.collate_fn)(
+    trainer = cfg.recipe.trainer(
         cfg=run.length,
         model=model,
         optimizer=optimizer,

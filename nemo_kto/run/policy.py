@@ -87,7 +87,7 @@ def build_policy(run: ResolvedRun) -> Policy:
         recompute_method=run.recompute_method,
         recompute_num_layers=run.recompute_num_layers,
         recompute_modules=run.recompute_modules,
-        attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
+        attn_mask_type=AttnMaskType.causal,
         fp8=cfg.fp8,
         expert_parallel=cfg.expert_model_parallel_size,
         grouped_experts=not adapts_experts(run.architecture, adapters),

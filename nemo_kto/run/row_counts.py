@@ -79,8 +79,6 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, mult
         "eos_id": tokenizer.eos_token_id,
         "seq_length": cfg.seq_length,
         "pad_to_multiple": multiple,
-        "reset_attention_mask": cfg.model.data.reset_attention_mask,
-        "eod_mask_loss": cfg.model.data.eod_mask_loss,
     }
 
 

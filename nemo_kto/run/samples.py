@@ -94,7 +94,7 @@ def build_sampler(
         engine=engine,
         tokenizer=tokenizer,
         samples=samples,
-        collate=collate_settings(run.cfg, tokenizer, multiple=engine.limits.multiple) | {"eod_mask_loss": False},
+        collate=collate_settings(run.cfg, tokenizer, multiple=engine.limits.multiple),
         must_stop=lambda: run_timer.stop_reason() is not None,
         starts_as="policy" if run.reference.name == "none" else "reference",
         is_policy=run.reference_model is None,
@@ -103,12 +103,7 @@ def build_sampler(
 
 
 def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Rewards, step: int) -> list[ExtremeRow]:
-    """Return the held-out rows whose rewards agree least and most with their labels, the most extreme first.
-
-    Empty with ``eod_mask_loss``, which may mask all tokens of an answer, so that its row has no reward.
-    """
-    if run.cfg.model.data.eod_mask_loss:
-        return []
+    """Return the held-out rows whose rewards agree least and most with their labels, the most extreme first."""
     dataset, of_class = data.splits.validation[set_name], {name: each.tolist() for name, each in rewards.by_class.items()}
     better, worse = of_class
     total = len(of_class[better]) if rewards.paired else len(of_class[better]) + len(of_class[worse])

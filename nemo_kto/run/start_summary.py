@@ -61,7 +61,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
         **row_lines(data.splits),
-        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
+        **cfg.loss.start_lines(data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
         "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {limits}{omitted}",

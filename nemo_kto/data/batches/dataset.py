@@ -31,8 +31,9 @@ from nemo_kto.data.rows.forms import data_name, row_place
 from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, examples_hash, show_nothing
+from nemo_kto.data.tokens.cache import Progress, TokenCache, examples_hash, show_nothing
 from nemo_kto.data.tokens.chat_template import RecordEncoder
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind
 from nemo_kto.data.tokens.truncation import Truncation
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
 class KTODataset(_TokenDataset[KTOExample]):
     """Dataset of unpaired answers, each desirable or undesirable."""
 
+    kind = KTO_EXAMPLES
     _example = KTOExample
     _columns = ("prompt_ids", "response_ids", "desirable", "weight")
     _sequences = ("prompt_ids", "response_ids")
@@ -274,6 +276,7 @@ class KTODataset(_TokenDataset[KTOExample]):
 class DPODataset(_TokenDataset[DPOExample]):
     """Dataset of pairs of answers."""
 
+    kind = DPO_EXAMPLES
     _example = DPOExample
     _columns = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_reward", "rejected_reward", "weight")
     _sequences = ("prompt_ids", "chosen_ids", "prompt_ids", "rejected_ids")
@@ -283,12 +286,13 @@ class DPODataset(_TokenDataset[DPOExample]):
         *,
         table: datasets.Dataset,
         index: np.ndarray,
-        default_rewards: tuple[float, float],
+        default_chosen_reward: float,
+        default_rejected_reward: float,
         files: Sequence[FileOfTable] = (),
     ) -> None:
-        """Create a view of a table; ``default_rewards`` are those of the chosen and the rejected answer of rows without."""
+        """Create a view of a table; the default rewards are those of rows without."""
         super().__init__(table=table, index=index, files=files)
-        self._defaults = dict(zip(("chosen_reward", "rejected_reward"), default_rewards, strict=True))
+        self._defaults = {"chosen_reward": default_chosen_reward, "rejected_reward": default_rejected_reward}
 
 
 AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
@@ -342,7 +346,7 @@ def build_splits(
     """Build the training, validation and test datasets; they are tokenised once and then memory-mapped from ``cache_dir``.
 
     Args:
-        kind: ``cache.KTO_EXAMPLES`` or ``cache.DPO_EXAMPLES``.
+        kind: ``KTO_EXAMPLES`` or ``DPO_EXAMPLES``.
         make: (table=..., index=..., files=...) -> the dataset of a split: :class:`KTODataset`, or :class:`DPODataset` with
             its default rewards bound.
         data_prefix: see ``sources.read_data_prefix``.

@@ -11,20 +11,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-from datasets import Features, Value
-from datasets import Sequence as SequenceOf
 from datasets.table import MemoryMappedTable, Table
 
 from nemo_kto.data.rows.drops import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
-from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError
-from nemo_kto.data.rows.row_files import FilePart, file_parts, number_of_parts
-from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
+from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
+from nemo_kto.data.rows.records import COMMON_LABELS, DataError
+from nemo_kto.data.rows.row_files import file_parts, number_of_parts
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
+from nemo_kto.data.tokens.tokeniser import PARTS, ExampleKind, PartResult, PartWriter, Tokeniser
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import make_folder, publish_file, read_bytes, remove_unpublished, writing_cache
@@ -36,9 +34,6 @@ logger = logging.getLogger(__name__)
 _FORMAT = 8  # increase it if the same data and tokenizer give other token ids or columns
 _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 _DROPPED_LATER = {DUPLICATES, CONTRADICTIONS}  # the cached files have them
-_IDS = SequenceOf(Value("int32"))
-Columns = dict[str, object]  # column name -> value, for one example
-Tokenised = tuple[list[EncodedExample], Columns] | RowError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -55,90 +50,6 @@ class Progress(Protocol):
 
 def show_nothing(items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]:
     yield from items
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExampleKind:
-    """Kind of examples: how the rows of a file are read, tokenised and stored."""
-
-    name: str  # prefix of the names of the cached files
-    features: Features  # of the cached examples; ``prompt_cut`` and ``response_cut``: whether it was truncated
-    read: Callable[[FileReader, Path, FileColumns, FilePart], Iterator[Any]]  # updates the column counts
-    tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Tokenised]]  # one item per record
-
-    def examples(
-        self, records: list[Any], work: Tokeniser, path: Path, columns: FileColumns, broken: RowErrors
-    ) -> Iterator[Columns]:
-        """Yield the columns of usable records; DataError if an error is a LastRowError.
-
-        Others are added to ``broken``, or counted in ``columns`` if they are of a kind that is left out.
-        """
-        drop, tokenised = work.fields.drop, self.tokenise(records, work.encoder, work.truncation)
-        for record, example in zip(records, tokenised, strict=True):
-            if not isinstance(example, RowError):
-                answers, of_example = example
-                if columns.keeps(answers, drop):
-                    yield of_example
-            elif not columns.leaves_out(example, drop):
-                broken.add(path, record.line, str(example))
-                if isinstance(example, LastRowError):
-                    broken.raise_if_any()
-
-
-def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Tokenised]:
-    for record, example in zip(records, encoder.encode(records), strict=True):
-        if isinstance(example, RowError):
-            yield example
-            continue
-        prompt, response = cut.truncate(example.prompt_ids, example.response_ids)
-        columns: Columns = {
-            "prompt_ids": prompt,
-            "response_ids": response,
-            "prompt_cut": len(prompt) < len(example.prompt_ids),
-            "response_cut": len(response) < len(example.response_ids),
-            "desirable": record.desirable,
-            "line": record.line,
-            "weight": record.weight,
-        }
-        yield [example], columns
-
-
-def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Tokenised]:
-    encoded = iter(encoder.encode([side for record in records for side in record.sides]))
-    for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
-        if isinstance(chosen, RowError) or isinstance(rejected, RowError):
-            yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
-            continue
-        prompt, good, bad = cut.truncate_pair(chosen.prompt_ids, chosen.response_ids, rejected.response_ids)
-        columns: Columns = {
-            "prompt_ids": prompt,
-            "chosen_ids": good,
-            "rejected_ids": bad,
-            "prompt_cut": len(prompt) < len(chosen.prompt_ids),
-            "response_cut": len(good) < len(chosen.response_ids) or len(bad) < len(rejected.response_ids),
-            "chosen_reward": record.chosen_reward,
-            "rejected_reward": record.rejected_reward,
-            "line": record.line,
-            "weight": record.weight,
-        }
-        yield [chosen, rejected], columns
-
-
-_FLAG, _INTEGER, _FLOAT = Value("bool"), Value("int64"), Value("float64")
-_SHARED = {"prompt_ids": _IDS, "prompt_cut": _FLAG, "response_cut": _FLAG, "line": _INTEGER, "weight": _FLOAT}
-_REWARDS = {"chosen_reward": _FLOAT, "rejected_reward": _FLOAT}
-KTO_EXAMPLES = ExampleKind(
-    name="kto",
-    features=Features({**_SHARED, "response_ids": _IDS, "desirable": _FLAG}),
-    read=FileReader.kto_records,
-    tokenise=_tokenise_kto,
-)
-DPO_EXAMPLES = ExampleKind(
-    name="dpo",
-    features=Features({**_SHARED, "chosen_ids": _IDS, "rejected_ids": _IDS, **_REWARDS}),
-    read=FileReader.dpo_records,
-    tokenise=_tokenise_dpo,
-)
 
 
 @dataclass(kw_only=True, eq=False)

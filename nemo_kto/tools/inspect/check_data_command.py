@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         )
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)
-    as_pairs = RECIPES[flags.algorithm].unit == "pairs"
+    as_pairs = RECIPES[flags.algorithm].has_pairs
     report, errors = Report(as_pairs=as_pairs, seq_length=flags.seq_length, labels=fields.labels), RowErrors()
     for file in files:
         work = PartCheck(path=file, as_pairs=as_pairs, fields=fields, encoder=encoder, truncation=truncation)

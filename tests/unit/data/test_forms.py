@@ -26,8 +26,9 @@ from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import FilePart, file_parts, number_of_parts, read_rows
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
+from nemo_kto.data.tokens.cache import TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import raises
 from tests.unit.data.tiny_data import chatml_tokenizer, write_rows

@@ -22,9 +22,10 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import WHOLE_FILE, FilePart, file_parts, number_of_parts, read_rows
 from nemo_kto.data.tokens import parts
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
+from nemo_kto.data.tokens.cache import TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from tests.helpers import fork_server

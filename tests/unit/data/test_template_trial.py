@@ -16,11 +16,10 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens import chat_template as chat
 from nemo_kto.data.tokens import template_trial
-from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.message_content import MARK
-from nemo_kto.data.tokens.part_files import Tokeniser
 from nemo_kto.data.tokens.template_trial import _render
+from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES, Tokeniser
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer
@@ -73,7 +72,7 @@ def test_an_endless_template_is_one_error_with_file_and_row(
     work = Tokeniser(kind=KTO_EXAMPLES, fields=Fields(), encoder=encoder, truncation=cut, private=True)
     records = [record("hi", 1), record("now", 2), record("now", 3)]
     with pytest.raises(DataError) as error:
-        list(KTO_EXAMPLES.examples(records, work, rows, FileColumns(), broken))
+        list(work.examples(records, rows, FileColumns(), broken))
     file = tmp_path / "chat_template.jinja"
     line = 1 if kind.endswith("compiled") else 2
     assert str(error.value) == Message(f"{rows}:{line}", f"{file}", *names)

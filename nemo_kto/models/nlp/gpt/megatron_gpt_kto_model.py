@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import KTOBatch
-from nemo_kto.device import device
 from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
 from nemo_kto.losses.metrics import Metrics, RunningMean
 from nemo_kto.losses.rewards import without_rounding_errors
-from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.engine import LogProbs, LogRatios, MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
 from nemo_kto.models.preference_model import PreferenceModel, add_work, upload_values
@@ -47,10 +46,9 @@ class MegatronGPTKTOModel(PreferenceModel):
     @staticmethod
     def sequences(batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
         """Return the samples, then the KL examples, if any."""
-        samples = "samples", "sample_labels", "sample_lengths", "position_ids", "attention_mask"
-        kl_samples = "kl_samples", "kl_sample_labels", "kl_sample_lengths", "kl_position_ids", "kl_attention_mask"
-        tensor: Callable[[str], Any] = batch.get
-        return tuple(SequenceBatch.of(*map(tensor, keys)) for keys in (samples, kl_samples) if keys[0] in batch)
+        samples = "samples", "sample_labels", "sample_lengths"
+        kl_samples = "kl_samples", "kl_sample_labels", "kl_sample_lengths"
+        return tuple(SequenceBatch.of(*(batch[key] for key in keys)) for keys in (samples, kl_samples) if keys[0] in batch)
 
     def get_loss_and_metrics(self, batch: KTOBatch, forward_only: bool) -> tuple[float, Metrics]:
         """Compute loss and :func:`kto_metrics` of one step over the global batch, identical on every rank.
@@ -104,8 +102,6 @@ class MegatronGPTKTOModel(PreferenceModel):
             delta = torch.full_like(batch_sums["valid"], self._rewards.mean)
             anchor["delta"] = delta.float()
             batch_sums |= {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
-        if forward_only:
-            values["log_ratios_B"] = torch.zeros(len(samples), device=device.current_device())  # filled by the forward pass
         sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
         micro_batch_loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
         with self.phase("forward_backward"):
@@ -113,7 +109,7 @@ class MegatronGPTKTOModel(PreferenceModel):
             evaluated = None
             if forward_only:
                 is_desirable_B, is_valid_B = values["desirable_B"], values["valid_B"]
-                evaluated = self.global_rewards(values["log_ratios_B"], is_desirable_B, is_valid_B, paired=False)
+                evaluated = self.global_rewards(parts, is_desirable_B, is_valid_B, paired=False)
             return self.global_metrics(
                 parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=kto_metrics, rewards=evaluated
             )
@@ -124,15 +120,13 @@ class MegatronGPTKTOModel(PreferenceModel):
         anchor: Mapping[str, Tensor],
         sft_scale: Tensor,
         sequence_index_b: Tensor,
-        logps_b: Tensor,
+        logprobs: LogProbs,
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch, from the log-probs [b] of its sequences; ``values`` are those of all samples."""
-        objective = self.objective
+        """Return the loss of a micro-batch, from the log-probs of its sequences; ``values`` are those of all samples."""
+        objective, logps_b = self.objective, logprobs.response_b
         log_ratios_b = logps_b  # for a loss without a reference, the log-probs themselves
         if self.uses_reference:
             log_ratios_b = logps_b - values["reference_logps_B"][sequence_index_b]
-        if "log_ratios_B" in values:
-            values["log_ratios_B"][sequence_index_b] = without_rounding_errors(log_ratios_b, logps_b)
         desirable_b = values["desirable_B"][sequence_index_b]
         kto_b = objective.loss.function(
             log_ratios_b,
@@ -159,5 +153,6 @@ class MegatronGPTKTOModel(PreferenceModel):
                 desirable_N=desirable_b,
                 valid_N=values["valid_B"][sequence_index_b],
                 beta=objective.beta,
-            )
+            ),
+            LogRatios(sequence_index_b, without_rounding_errors(log_ratios_b, logps_b).detach()),
         )
