@@ -145,8 +145,7 @@ PACKAGES = {
         only_in=(("transformers", names("importing.py")),),
     ),
     "tools/inspect": Package(
-        own=names("cli config data losses run memory algorithms artifacts telemetry utils"),
-        outside=names("click numpy torch"),
+        own=names("cli config data run memory algorithms artifacts telemetry utils"), outside=names("click numpy")
     ),
     "tools/plan": Package(
         own=names("cli config memory mixers architecture models device data run utils"), outside=names("click")

@@ -28,7 +28,7 @@ from nemo_kto.utils.text import terminal_line
 
 _MODEL, _DATA = POSITIONS.values()
 _DESCRIPTION = """\
-Show the first rows of a file as the model sees them: the decoded tokens with prompt, response and masked parts marked,
+Show the first rows of a file as the model sees them: the decoded tokens with prompt and response marked,
 their number, the label, and the response of the KL example. KEY=VALUE: as in training.
 """
 _TOKENISE = """\
