@@ -82,11 +82,11 @@ PACKAGES = {
         never=names("torch.distributed torch.cuda"),
         only_in=(
             # not where a command line is checked, which would take a third longer
-            ("numpy", names("blend.py cache.py collate.py dataset.py drops.py loader.py")),
-            ("transformers", names("chat_template.py message_content.py dataset.py drawn.py template_trial.py")),
-            ("datasets", names("cache.py dataset.py tokeniser.py data_sources.py")),
+            ("numpy", names("cache.py collate.py dataset.py loader.py splits.py")),
+            ("transformers", names("chat_template.py dataset.py drawn.py rendering.py splits.py")),
+            ("datasets", names("cache.py dataset.py splits.py tokeniser.py data_sources.py")),
             ("fsspec", names("data_sources.py")),
-            ("pyarrow", names("arguments.py row_files.py forms.py tokeniser.py")),
+            ("pyarrow", names("data_sources.py row_files.py forms.py tokeniser.py dataset.py")),
         ),
     ),
     "models": Package(
@@ -105,9 +105,7 @@ PACKAGES = {
     "algorithms": Package(
         own=names("losses data telemetry utils"), outside=names("torch"), never=names("torch.distributed torch.cuda")
     ),
-    "algorithms/recipes": Package(
-        own=names("losses data telemetry models distributed utils"), outside=names("pydantic annotated_types")
-    ),
+    "algorithms/recipes": Package(own=names("losses data utils"), outside=names("pydantic annotated_types")),
     "config": Package(
         own=names("losses data device processes telemetry architecture artifacts algorithms utils"),
         outside=names("hydra omegaconf yaml pydantic annotated_types"),

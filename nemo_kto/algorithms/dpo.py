@@ -12,11 +12,18 @@ from typing import Any
 import torch
 
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback, StepLog
-from nemo_kto.algorithms.duration import TrainerConfig, ValidationLoaders, interval_steps, validation_sets
-from nemo_kto.algorithms.prefetching import Prefetching
+from nemo_kto.algorithms.duration import (
+    BestValidation,
+    EarlyStopping,
+    SkippedSteps,
+    TrainerConfig,
+    ValidationLoaders,
+    interval_steps,
+    validation_sets,
+)
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
-from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping, SkippedSteps
 from nemo_kto.data.batches.collate import dpo_custom_collate
+from nemo_kto.data.batches.loader import Prefetching
 from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics, metrics_by_set
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason

@@ -13,8 +13,7 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.distributed.collectives import from_last_stage, gather_over_data_parallel, global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
-from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
-from nemo_kto.losses.rewards import Rewards
+from nemo_kto.losses.metrics import Derive, Metrics, Rewards, balance_metrics
 from nemo_kto.models.engine.engine import LogProbEngine, LogProbs, MicroBatchReport, SequenceLoss
 from nemo_kto.models.engine.reference import Phase, ReferencePolicy
 from nemo_kto.models.engine.sequences import SequenceBatch

@@ -25,8 +25,7 @@ from nemo_kto.algorithms.callbacks import (
     ThroughputCallback,
 )
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.algorithms.duration import fraction_of
-from nemo_kto.algorithms.stopping import BestValidation, SkippedSteps
+from nemo_kto.algorithms.duration import BestValidation, SkippedSteps, fraction_of
 from nemo_kto.architecture.lora import few_adapted, refused_by_peft
 from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager

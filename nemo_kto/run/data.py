@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.algorithms.protocols import Loader
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.dataset import Splits
 from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
-from nemo_kto.data.rows.prompts import read_prompts
-from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.batches.splits import Splits
+from nemo_kto.data.rows.reader import RowErrors, read_prompts
 from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
 from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.distributed import state

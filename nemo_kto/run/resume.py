@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_kto.algorithms.stopping import EarlyStopping
+from nemo_kto.algorithms.duration import EarlyStopping
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoints
 from nemo_kto.artifacts.model_content import content_hash, model_files, tokenizer_files

@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.batches.dataset import SplitCounts, Splits
+from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.loader import gathered_examples
+from nemo_kto.data.batches.splits import Splits
 from nemo_kto.data.tokens.drawn import drawn_text
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
-from nemo_kto.losses.rewards import Rewards
+from nemo_kto.losses.metrics import Rewards
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.generation import generate
 from nemo_kto.models.flops import ModelFlops, Passes

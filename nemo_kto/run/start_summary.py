@@ -18,7 +18,7 @@ from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.model_content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.batches.dataset import Splits
+from nemo_kto.data.batches.splits import Splits
 from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths

@@ -17,7 +17,7 @@ from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.utils.fields import MayChange, Name, Remedy, Section
 
 if TYPE_CHECKING:
-    from nemo_kto.data.batches.dataset import Splits
+    from nemo_kto.data.batches.splits import Splits
 
 Weight = Annotated[float, Ge(0)]
 Pairs = tuple[tuple[str, str], ...]
@@ -154,7 +154,7 @@ class Recipe:
 
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[Any]:
         """Build the datasets of ``source``; ``options`` holds the values of the keys in :attr:`data_defaults`."""
-        from nemo_kto.data.batches.dataset import build_splits
+        from nemo_kto.data.batches.splits import build_splits
 
         dataset = self.dataset.load()
         return build_splits(kind=dataset.kind, make=partial(dataset, **options), **source)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.validation_rules import needs_validation
-from nemo_kto.data.rows.prompts import read_prompts
+from nemo_kto.data.rows.reader import read_prompts
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.errors import ConfigError, UserError
 

@@ -16,14 +16,14 @@ from typing import Protocol, TypeVar
 import numpy as np
 from datasets.table import MemoryMappedTable, Table
 
-from nemo_kto.data.rows.drops import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES
+from nemo_kto.data.rows.drops import CONTRADICTIONS, DUPLICATES
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
-from nemo_kto.data.rows.records import COMMON_LABELS, DataError
+from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import file_parts, number_of_parts
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
 from nemo_kto.data.tokens.tokeniser import PARTS, ExampleKind, PartResult, PartWriter, Tokeniser
 from nemo_kto.data.tokens.truncation import Truncation
+from nemo_kto.data.tokens.workers import map_parts, number_of_processes, size_groups
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import make_folder, publish_file, read_bytes, remove_unpublished, writing_cache
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES, hash_once, stored_hash
@@ -31,7 +31,7 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 8  # increase it if the same data and tokenizer give other token ids or columns
+_FORMAT = 9  # increase it if the same data and tokenizer give other token ids or columns
 _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 _DROPPED_LATER = {DUPLICATES, CONTRADICTIONS}  # the cached files have them
 Item = TypeVar("Item")
@@ -215,11 +215,9 @@ class TokenCache:
         else:  # a folder for one use
             content = ""
         # the suffix of a csv file may determine its form
-        key = [_FORMAT, path.name, content, self.fields.json_columns, sorted(self.fields.columns.items())]
-        if self.fields.labels != COMMON_LABELS:  # files without them keep the names they had before labels were introduced
-            key.append(asdict(self.fields.labels))
-        if set(self.fields.drop) - _DROPPED_LATER != set(DEFAULT_DROPS):
-            key.append(sorted(set(self.fields.drop) - _DROPPED_LATER))
+        fields = self.fields
+        key = [_FORMAT, path.name, content, fields.json_columns, sorted(fields.columns.items()), asdict(fields.labels)]
+        key += [sorted(set(fields.drop) - _DROPPED_LATER)]
         key += [self._tokenizer_hash, self.truncation.seq_length, self.truncation.mode]
         return f"{self.kind.name}-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
 
@@ -252,7 +250,7 @@ def _content_hash(file: Path) -> str:
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
         chunks, lengths, values = table.column(name).chunks, hashlib.sha256(), hashlib.sha256()
         if name == "weight" and all((chunk.to_numpy(zero_copy_only=False) == 1).all() for chunk in chunks):
-            continue  # examples without weights keep the hash they had before weights were introduced
+            continue  # rows without a weight and rows of weight 1 are the same training data
         for chunk in chunks:
             if hasattr(chunk, "value_lengths"):  # one list per example
                 lengths.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(), dtype="<i8").tobytes())

@@ -20,7 +20,7 @@ from nemo_kto.artifacts.model_folders import is_peft_folder, is_whole_model, rem
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.cli import integer_from, number
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
-from nemo_kto.data.tokens.template_trial import renderer
+from nemo_kto.data.tokens.rendering import renderer
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks

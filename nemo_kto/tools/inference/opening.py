@@ -24,7 +24,7 @@ from nemo_kto.artifacts.adapter_files import (
 )
 from nemo_kto.artifacts.model_folders import check_files
 from nemo_kto.artifacts.safetensors_files import read_header
-from nemo_kto.data.tokens.bounded import BoundedProcess, LimitError, WorkError
+from nemo_kto.data.tokens.workers import BoundedProcess, LimitError, WorkError
 from nemo_kto.errors import UserError, printable
 
 if TYPE_CHECKING:

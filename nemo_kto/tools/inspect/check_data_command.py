@@ -14,11 +14,11 @@ from nemo_kto.cli import integer_from
 from nemo_kto.data.rows.data_sources import read_data_prefix
 from nemo_kto.data.rows.drops import DEFAULT_DROPS, check_drops
 from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.normalise import check_json_columns
 from nemo_kto.data.rows.reader import Fields, RowErrors
 from nemo_kto.data.rows.row_files import file_parts, number_of_parts
-from nemo_kto.data.rows.values import check_json_columns
-from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
+from nemo_kto.data.tokens.workers import map_parts, number_of_processes
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.inspect.data_check import PartCheck, Report

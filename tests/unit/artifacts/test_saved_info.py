@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping
+from nemo_kto.algorithms.duration import BestValidation, EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     DamagedCheckpoint,

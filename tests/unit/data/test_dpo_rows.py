@@ -19,7 +19,8 @@ from nemo_kto.data.batches.class_balance import (
     loss_balance,
 )
 from nemo_kto.data.batches.collate import dpo_custom_collate
-from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts, build_splits
+from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts
+from nemo_kto.data.batches.splits import build_splits
 from nemo_kto.data.rows.records import RowError, pair_of_row
 from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation

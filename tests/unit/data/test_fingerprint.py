@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset
+from nemo_kto.data.batches.splits import Splits, build_splits
 from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows

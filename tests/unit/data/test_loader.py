@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
-from nemo_kto.data.batches.dataset import KTODataset, build_splits
+from nemo_kto.data.batches.dataset import KTODataset
 from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example, gathered_examples
+from nemo_kto.data.batches.splits import build_splits
 from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts, Splits, build_splits
-from nemo_kto.data.rows.blend import Range, join_small, split_ranges
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts
+from nemo_kto.data.batches.splits import Range, Splits, build_splits, join_small, split_ranges
 from nemo_kto.data.rows.data_sources import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES

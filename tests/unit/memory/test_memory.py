@@ -19,7 +19,7 @@ from nemo_kto.memory import memory as planner_memory
 from nemo_kto.memory.activations import Activations
 from nemo_kto.memory.memory import RankMemory, Training, rank_memory, stages_memory
 from nemo_kto.memory.speed import GPUS, Step, step_speed, step_traffic
-from nemo_kto.models.engine import adam
+from nemo_kto.models.engine import optimizer as optimizers
 from nemo_kto.models.flops import ModelFlops, Passes
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -247,7 +247,7 @@ def test_memory_of_an_optimizer_step(architecture: Architecture, monkeypatch: py
     assert memory.working == 4 * memory.trained
     assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
     assert first(architecture, on_gpu=True, data_parallel=4).working == 0
-    assert planner_memory._UPDATED_VALUES == adam._VALUES
+    assert planner_memory._UPDATED_VALUES == optimizers._VALUES
     monkeypatch.setattr(planner_memory, "_UPDATED_VALUES", largest // 4)
     assert first(architecture, on_gpu=True, moment_bytes=2).working == 2 * largest, "widened, a quarter at a time"
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from nemo_kto.data.batches.collate import KTOBatch
 from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
-from nemo_kto.losses.metrics import Metrics, RunningMean
-from nemo_kto.losses.rewards import without_rounding_errors
+from nemo_kto.losses.metrics import Metrics, RunningMean, without_rounding_errors
 from nemo_kto.models.engine.engine import LogProbs, LogRatios, MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
@@ -55,7 +54,7 @@ class MegatronGPTKTOModel(PreferenceModel):
 
         ``batch`` has this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
         ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` neither gradients nor delta are changed, and the
-        metrics include those of :class:`~nemo_kto.losses.rewards.Rewards`.
+        metrics include those of :class:`~nemo_kto.losses.metrics.Rewards`.
 
         All sums over the global batch are 0-d tensors on the device, known to every pipeline stage; only the rewards are
         copied to the host.
