@@ -31,7 +31,7 @@ def measure(model: Path, *, rows: int, tokens: int, threads: int, passes: int, d
     torch.set_num_threads(threads)
     torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
     from nemo_kto.distributed import state
-    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
     from nemo_kto.models.engine.sequences import SequenceBatch
     from tests.helpers import lora_jobs
     from tests.helpers.engines import engine
@@ -42,10 +42,12 @@ def measure(model: Path, *, rows: int, tokens: int, threads: int, passes: int, d
     tokens_BS = torch.randint(0, architecture.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(1))
     labels_BS = tokens_BS.clone()
     labels_BS[:, : tokens // 3] = -100
-    sequences = SequenceBatch.of(tokens_BS, labels_BS, torch.full((rows,), tokens), None, None)
+    sequences = SequenceBatch.of(tokens_BS, labels_BS, torch.full((rows,), tokens))
 
-    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
-        return MicroBatchLoss.of({"loss_sum": -logps_b.sum(), "rows": torch.tensor(float(len(logps_b)))})
+    def loss(_: torch.Tensor, logprobs: LogProbs) -> MicroBatchLoss:
+        return MicroBatchLoss.of(
+            {"loss_sum": -logprobs.response_b.sum(), "rows": torch.tensor(float(len(logprobs.response_b)))}
+        )
 
     def one_pass() -> None:
         runs.zero_grad()

@@ -139,7 +139,7 @@ def model_of(case: Case, engine: Any, reference: Any) -> Any:
     from nemo_kto.losses.preference import LOSSES as DPO_LOSSES
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+    from nemo_kto.models.preference_model import Objective
 
     if case.algorithm == "dpo":
         objective = Objective(loss=DPO_LOSSES["dpo"], beta=0.1)

@@ -84,11 +84,11 @@ PACKAGES = {
         never=names("torch.distributed torch.cuda"),
         only_in=(
             # not where a command line is checked, which would take a third longer
-            ("numpy", names("blend.py cache.py collate.py dataset.py drops.py loader.py")),
-            ("transformers", names("chat_template.py message_content.py dataset.py drawn.py template_trial.py")),
-            ("datasets", names("cache.py dataset.py part_files.py data_sources.py")),
+            ("numpy", names("cache.py collate.py dataset.py loader.py splits.py")),
+            ("transformers", names("chat_template.py dataset.py drawn.py rendering.py splits.py")),
+            ("datasets", names("cache.py dataset.py splits.py tokeniser.py data_sources.py")),
             ("fsspec", names("data_sources.py")),
-            ("pyarrow", names("arguments.py row_files.py forms.py part_files.py")),
+            ("pyarrow", names("data_sources.py row_files.py forms.py tokeniser.py dataset.py")),
         ),
     ),
     "models": Package(
@@ -107,9 +107,7 @@ PACKAGES = {
     "algorithms": Package(
         own=names("losses data telemetry utils"), outside=names("torch"), never=names("torch.distributed torch.cuda")
     ),
-    "algorithms/recipes": Package(
-        own=names("losses data telemetry models distributed utils"), outside=names("pydantic annotated_types")
-    ),
+    "algorithms/recipes": Package(own=names("losses data utils"), outside=names("pydantic annotated_types")),
     "config": Package(
         own=names("losses data device processes telemetry architecture model_files algorithms utils"),
         outside=names("hydra omegaconf yaml pydantic annotated_types"),
@@ -471,7 +469,7 @@ def test_no_package_imports_one_that_imports_it() -> None:
 SHARED = (
     *(f"algorithms/{name}.py" for name in ("dpo", "callbacks", "duration", "protocols", "recipes/recipe")),
     *(f"models/engine/{name}.py" for name in ("engine", "sequences", "reference")),
-    "models/nlp/gpt/megatron_gpt_model.py",
+    "models/preference_model.py",
     *(
         str(file.relative_to(PACKAGE))
         for package in ("config", "run", "memory", "cli")

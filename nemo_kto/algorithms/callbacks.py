@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
-from nemo_kto.losses.metrics import Metrics, metric_prefix
-from nemo_kto.losses.rewards import Rewards
+from nemo_kto.losses.metrics import Metrics, Rewards, metric_prefix
 from nemo_kto.telemetry.evaluations import ExtremeRow, RewardHistogram, Sample
 from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest, throughput
 

@@ -12,16 +12,28 @@ from typing import Any
 import torch
 
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback, StepLog
-from nemo_kto.algorithms.duration import TrainerConfig, ValidationLoaders, interval_steps, validation_sets
-from nemo_kto.algorithms.prefetching import Prefetching
+from nemo_kto.algorithms.duration import (
+    BestValidation,
+    EarlyStopping,
+    SkippedSteps,
+    TrainerConfig,
+    ValidationLoaders,
+    interval_steps,
+    validation_sets,
+)
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
-from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping, SkippedSteps
 from nemo_kto.data.batches.collate import dpo_custom_collate
+from nemo_kto.data.batches.loader import Prefetching
 from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics, metrics_by_set
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
+
+
+def identity(batch: Any) -> Any:
+    """Return the batch unchanged: the collate function for loaders that yield batches."""
+    return batch
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,7 +55,7 @@ class DPOTrainer:
     train_dataloader: Loader[Any]
     val_dataloader: ValidationLoaders  # None for no validation
     test_dataloader: Loader[Any] | None  # not used by the trainer, only stored for the caller
-    collate_fn: Callable[[Any], Any]  # applied to each item that a loader yields
+    collate_fn: Callable[[Any], Any] = identity  # applied to each item that a loader yields
     logger: MetricsLogger
     ckpt_callback: CheckpointWriter
     run_timer: RunTimer  # decides when the run must stop before its last step

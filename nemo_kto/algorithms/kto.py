@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.algorithms.dpo import DPOTrainer, identity
 from nemo_kto.data.batches.collate import KTOBatch, kto_custom_collate
 
 __all__ = ["KTOTrainer", "kto_custom_collate"]
-
-
-def identity(batch: KTOBatch) -> KTOBatch:
-    """Return the batch unchanged: a collate function for loaders that already yield batches."""
-    return batch
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,7 +20,7 @@ class KTOTrainer(DPOTrainer):
     the ranks.
     """
 
-    collate_fn: Callable[[KTOBatch], KTOBatch] = field(init=False, default_factory=lambda: identity)
+    collate_fn: Callable[[Any], Any] = field(init=False, default_factory=lambda: identity)
 
     def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[KTOBatch]:
         """Yield batches with the reference log-probs added if the loss uses a reference, one value per sequence."""

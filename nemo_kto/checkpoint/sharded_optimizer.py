@@ -31,7 +31,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_kto.distributed.state import max_over_ranks
-from nemo_kto.models.engine.adam import Bf16MomentsAdamW
+from nemo_kto.models.engine.optimizer import Bf16MomentsAdamW
 
 # Canonical tensors in the shapes of the weights, readable at any layout; of these a rank writes its slices.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}

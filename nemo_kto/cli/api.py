@@ -22,7 +22,7 @@ from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import config_type
-from nemo_kto.data.rows.arguments import data_prefix_of
+from nemo_kto.data.rows.data_sources import data_prefix_of
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
 from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, find_checkpoints

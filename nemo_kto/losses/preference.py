@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from nemo_kto.losses.loss import Loss
-from nemo_kto.losses.metrics import masked_sum, sample_std
-from nemo_kto.losses.rewards import without_rounding_errors
+from nemo_kto.losses.metrics import masked_sum, sample_std, without_rounding_errors
 from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:

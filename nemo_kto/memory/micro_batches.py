@@ -88,7 +88,7 @@ def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> Micro
     model, on_gpu = run.cfg.model, device.on_gpu() if on_gpu is None else on_gpu
     prompts, tokens, shares = model.micro_batch_size, model.micro_batch_tokens, model.data.share_prompts
     if shares == "auto":  # where shared prompts are supported and tested
-        shares = not (on_gpu or model.context_parallel_size > 1 or model.data.reset_attention_mask)
+        shares = not (on_gpu or model.context_parallel_size > 1)
     if prompts is None and tokens is None:
         tokens = run.micro_batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS) * model.context_parallel_size
     return MicroBatchLimits(
@@ -122,8 +122,6 @@ def packing_of(run: ResolvedRun, *, on_gpu: bool | None = None) -> Packing:
         return Packing(False, "no GPU")
     if model.micro_batch_size is not None:
         return Packing(False, "model.micro_batch_size is set")
-    if model.data.reset_attention_mask:
-        return Packing(False, "model.data.reset_attention_mask is set")
     if PRECISIONS[run.cfg.trainer.precision] == "32":
         return Packing(False, "fp32")
     if run.architecture.attends_in_blocks:
@@ -191,7 +189,7 @@ def measure(run: ResolvedRun, batches: Iterable[Mapping[str, Any]], limits: Micr
     sums = Counter[str]()
     largest, examples = 0.0, 0
     for batch in islice(batches, _BATCHES):
-        parts = run.cfg.recipe.model_class().sequences(batch)
+        parts = run.cfg.recipe.sequences(batch)
         examples += len(parts[0]) // parts[0].answers
         largest = max(largest, parts[0].largest_part(limits))
         for sequences, of_pass, passes in _passes(run, parts, limits):

@@ -21,7 +21,7 @@ from nemo_kto.models.flops import Block, ModelFlops, blocks_of
 
 CONTEXT = 2e9  # bytes of GPU memory for CUDA, its libraries and NCCL; an assumption
 _FP32 = 4
-_UPDATED_VALUES = 1 << 24  # values of a weight whose moments are fp32 at a time; copied from models.engine.adam
+_UPDATED_VALUES = 1 << 24  # values of a weight whose moments are fp32 at a time; copied from models.engine.optimizer
 _PRODUCT_ROWS = 8192  # rows of the output weight's gradient at a time; copied from distributed.logprobs, which imports torch
 
 

@@ -149,7 +149,7 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
     cfg, model = run.cfg, run.cfg.model
     tensor, pipeline, context = degrees(model)
     data = machines.ranks // (tensor * pipeline * context)
-    limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
+    limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.has_pairs else 1
     width = limits.width(cfg.seq_length)
     limits = replace(limits, packed=limits.packed or shared.trained < 1)
     share = model.global_batch_size // data

@@ -25,8 +25,7 @@ from nemo_kto.algorithms.callbacks import (
     ThroughputCallback,
 )
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.algorithms.duration import fraction_of
-from nemo_kto.algorithms.stopping import BestValidation, SkippedSteps
+from nemo_kto.algorithms.duration import BestValidation, SkippedSteps, fraction_of
 from nemo_kto.architecture.lora import few_adapted, refused_by_peft
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
@@ -46,7 +45,7 @@ from nemo_kto.model_files.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+from nemo_kto.models.preference_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.redaction import redacted_value
 from nemo_kto.run.data import RunData, build_data
@@ -213,12 +212,12 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     engine = build_engine(run, policy)
     sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
     reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0, sampler=sampler)
-    model = cfg.recipe.model_class()(
+    model = cfg.recipe.model(
         engine=engine,
         reference=reference.policy,
         objective=build_objective(run.cfg),
         phase=timers.phase,
-        **cfg.recipe.model_options(cfg.loss, data.splits.train),
+        **cfg.loss.model_options(data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(
@@ -237,7 +236,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     run_logger = build_logger(run, resumed_step=resumed_step)
     callbacks = recording_callbacks(run, data, sampler, run_logger)
     callbacks += build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)
-    trainer = cfg.recipe.trainer(data.collate_fn)(
+    trainer = cfg.recipe.trainer(
         cfg=run.length,
         model=model,
         optimizer=optimizer,

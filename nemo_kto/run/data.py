@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.algorithms.protocols import Loader
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.dataset import Splits
 from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
-from nemo_kto.data.rows.prompts import read_prompts
-from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.batches.splits import Splits
+from nemo_kto.data.rows.reader import RowErrors, read_prompts
 from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
 from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.distributed import state
@@ -43,7 +42,6 @@ class RunData:
     train: Loader[Any]
     validation: Mapping[str, Loader[Any]]  # by the name of the set, as in ``Splits``
     splits: Splits[Any]
-    collate_fn: Callable[[Any], Any]  # turns each item that a loader yields into a batch
     tokenizer: PreTrainedTokenizerBase
     samples: SamplePrompts | None  # None without samples
     date: datetime  # for chat templates that write one
@@ -72,13 +70,10 @@ def build_data(
     if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=size)) is not None:
         raise DataError(wrong)
     of_sets = [examples.counts.warnings(name, seq_length=cfg.seq_length) for name, examples in splits.in_use.items()]
-    of_loss = cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
+    of_loss = cfg.loss.warnings(splits.train, lr=cfg.model.optim.lr)
     for warning in chain(splits.warnings, *of_sets, of_loss) if state.is_rank_zero() else ():
         logger.warning(warning)
-    take, collate_fn = cfg.recipe.collation(
-        collate_settings(cfg, tokenizer, multiple=multiple_of(run)) | cfg.loss.collate_options(),
-        with_kl=cfg.loss.record.needs_z0,
-    )
+    options = collate_settings(cfg, tokenizer, multiple=multiple_of(run)) | cfg.loss.collate_options()
 
     def loader(examples: Any, *, training: bool) -> Any:  # torch's type of batch_sampler lacks set_position
         return build_dataloader(
@@ -93,7 +88,7 @@ def build_data(
             ),
             rank=rank,
             size=size,
-            take=take,
+            collate=partial(cfg.recipe.collate, **options),
             shares=shares_of(run, training=training),
             num_workers=cfg.model.data.num_workers,
         )
@@ -102,7 +97,6 @@ def build_data(
         train=loader(splits.train, training=True),
         validation={name: loader(examples, training=False) for name, examples in splits.validation.items()},
         splits=splits,
-        collate_fn=collate_fn,
         tokenizer=tokenizer,
         samples=build_prompts(run, tokenizer, splits, date=date),
         date=date,

@@ -252,7 +252,7 @@ def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
     """Return counts and lengths of the examples of each split, and numbers and loss weights of the training classes."""
     train = data.splits.train
     assert train is not None
-    weights = run.cfg.recipe.model_options(run.cfg.loss, train)
+    weights = run.cfg.loss.model_options(train)
     balance = {}
     if hasattr(train, "class_weights"):  # pairs have no classes
         balance = {

@@ -255,7 +255,7 @@ class Precomputation:
                 if (reason := self.run_timer.stop_reason()) is not None:
                     reasons.append(reason)
                     return
-                yield self.run.cfg.recipe.model_class().sequences(self.data.collate_fn(batch))
+                yield self.run.cfg.recipe.sequences(batch)
 
         self.cached.precompute(until_stopped(), self.engine, active=active)
         return reasons[0] if reasons else None
@@ -268,7 +268,6 @@ def _open_cache(run: ResolvedRun, policy: Policy, engine: LogProbEngine) -> Refe
         "precision": run.cfg.trainer.precision,
         "device": device.current_device().type,
         "mean over tokens": engine.average_log_probs,
-        "attention within documents": data.reset_attention_mask,
         **({} if fp8 is None else {"fp8": fp8}),
     }
     own = [run.files.source, policy.base_model, run.files.adapter_folder]

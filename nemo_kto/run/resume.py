@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_kto.algorithms.stopping import EarlyStopping
+from nemo_kto.algorithms.duration import EarlyStopping
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors

@@ -46,7 +46,7 @@ def model_vocab_size(files: ModelFiles) -> int | None:
 
 
 def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the arguments of ``data.batches.dataset.build_splits``, except for the kind of the examples."""
+    """Return the arguments of ``data.batches.splits.build_splits``, except for the kind of the examples."""
     cfg, data = run.cfg, run.cfg.model.data
     return {
         **{key: getattr(data, key) for key in _SOURCE_KEYS},
@@ -79,8 +79,6 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, mult
         "eos_id": tokenizer.eos_token_id,
         "seq_length": cfg.seq_length,
         "pad_to_multiple": multiple,
-        "reset_attention_mask": cfg.model.data.reset_attention_mask,
-        "eod_mask_loss": cfg.model.data.eod_mask_loss,
     }
 
 

@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.batches.dataset import SplitCounts, Splits
+from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.loader import gathered_examples
+from nemo_kto.data.batches.splits import Splits
 from nemo_kto.data.tokens.drawn import drawn_text
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
-from nemo_kto.losses.rewards import Rewards
+from nemo_kto.losses.metrics import Rewards
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.generation import generate
 from nemo_kto.models.flops import ModelFlops, Passes
@@ -94,7 +95,7 @@ def build_sampler(
         engine=engine,
         tokenizer=tokenizer,
         samples=samples,
-        collate=collate_settings(run.cfg, tokenizer, multiple=engine.limits.multiple) | {"eod_mask_loss": False},
+        collate=collate_settings(run.cfg, tokenizer, multiple=engine.limits.multiple),
         must_stop=lambda: run_timer.stop_reason() is not None,
         starts_as="policy" if run.reference.name == "none" else "reference",
         is_policy=run.reference_model is None,
@@ -103,12 +104,7 @@ def build_sampler(
 
 
 def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Rewards, step: int) -> list[ExtremeRow]:
-    """Return the held-out rows whose rewards agree least and most with their labels, the most extreme first.
-
-    Empty with ``eod_mask_loss``, which may mask all tokens of an answer, so that its row has no reward.
-    """
-    if run.cfg.model.data.eod_mask_loss:
-        return []
+    """Return the held-out rows whose rewards agree least and most with their labels, the most extreme first."""
     dataset, of_class = data.splits.validation[set_name], {name: each.tolist() for name, each in rewards.by_class.items()}
     better, worse = of_class
     total = len(of_class[better]) if rewards.paired else len(of_class[better]) + len(of_class[worse])

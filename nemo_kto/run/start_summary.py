@@ -16,7 +16,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.batches.dataset import Splits
+from nemo_kto.data.batches.splits import Splits
 from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths
@@ -61,7 +61,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
         **row_lines(data.splits),
-        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
+        **cfg.loss.start_lines(data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
         "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {limits}{omitted}",

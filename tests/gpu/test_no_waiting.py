@@ -17,7 +17,7 @@ import torch
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.models.engine import engine as engine_module
-from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from tests.gpu.jobs import EXPERTS, IS_EMULATED, LORA, OF_FAMILY, STEPS, Workplace, on
 from tests.gpu.test_jobs import PACKED, RECOMPUTE
@@ -41,10 +41,12 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
     chunks, architecture = lora_jobs.build(tiny_llama, state.Layout(), None)
     runs = engine(chunks, architecture)
     tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
-    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
+    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH))
 
-    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
-        return MicroBatchLoss.of({"loss_sum": -logps_b.sum(), "rows": torch.ones_like(logps_b).sum()})
+    def loss(_: torch.Tensor, logprobs: LogProbs) -> MicroBatchLoss:
+        return MicroBatchLoss.of(
+            {"loss_sum": -logprobs.response_b.sum(), "rows": torch.ones_like(logprobs.response_b).sum()}
+        )
 
     def passes() -> None:
         runs.logprobs(sequences)

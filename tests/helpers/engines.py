@@ -79,7 +79,7 @@ def kto_model(
     from nemo_kto.models.engine.reference import LiveReference
     from nemo_kto.models.flops import Passes
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+    from nemo_kto.models.preference_model import Objective
 
     return MegatronGPTKTOModel(
         engine=runs,

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from nemo_kto.cli import job, main
-from nemo_kto.data.tokens import template_trial
+from nemo_kto.data.tokens import rendering
 from nemo_kto.tools.inference import opening
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import write_rows
@@ -158,7 +158,7 @@ def place(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(here)
     monkeypatch.setattr(job.Job, "_train", started)
     monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
-    monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.5)
     monkeypatch.syspath_prepend(here)
     (here / "scores.py").write_text("def length(prompt, answer):\n    return len(answer)\n")
     (here / "prompts.txt").write_text("hi\n")

@@ -22,7 +22,7 @@ import pytest
 from nbclient import NotebookClient
 
 import nemo_kto
-from nemo_kto.data.rows.arguments import data_prefix_of
+from nemo_kto.data.rows.data_sources import data_prefix_of
 from nemo_kto.data.rows.row_files import read_rows
 from tests.helpers.commands import REPOSITORY, environment
 from tests.helpers.messages import Message

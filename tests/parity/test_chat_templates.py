@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from nemo_kto.data.rows.normalise import read_values
 from nemo_kto.data.rows.records import (
     KTORecord,
     LostTextError,
@@ -19,9 +20,8 @@ from nemo_kto.data.rows.records import (
     pair_of_row,
     records_of_row,
 )
-from nemo_kto.data.rows.values import read_values
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.message_content import as_parts
+from nemo_kto.data.tokens.rendering import as_parts
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_tokenizer
 

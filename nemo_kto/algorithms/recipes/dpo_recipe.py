@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, LossConfig, Recipe
+from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, Imported, LossConfig, Recipe
 from nemo_kto.errors import ConfigError
 from nemo_kto.losses.loss import Loss, mixture
 from nemo_kto.losses.preference import INPUTS, LOSSES, OPTIONAL_INPUTS
 from nemo_kto.utils.fields import Remedy, check, echo, one_of
 from nemo_kto.utils.text import mixture_name
-
-if TYPE_CHECKING:
-    from nemo_kto.algorithms.dpo import DPOTrainer
-    from nemo_kto.data.batches.collate import DPOBatch
-    from nemo_kto.data.batches.dataset import DPODataset, DPOExample, Splits
-    from nemo_kto.data.batches.loader import DPOCosts, SequenceCost
-    from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-    from nemo_kto.tools.inspect.data_preview import Preview
 
 
 class DPOLossConfig(LossConfig):
@@ -62,6 +53,9 @@ class DPOLossConfig(LossConfig):
 
     def collate_options(self) -> dict[str, Any]:
         return {"ld_alpha": self.ld_alpha}
+
+    def model_options(self, examples: Any) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("sft_token_mean", "sft_completion_only", "use_weighting")}
 
     def rules(self, section: str) -> Iterator[ConfigError]:
         """See :meth:`LossConfig.rules`."""
@@ -112,59 +106,7 @@ class DPOLossConfig(LossConfig):
                 yield ConfigError(key, f"must name losses that {constraint}, got {told}; leave some out")
 
 
-class DPORecipe(Recipe):
-    """Builder of the DPO-specific parts of a run."""
-
-    def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[DPODataset]:
-        from nemo_kto.data.batches.dataset import DPODataset, build_splits
-        from nemo_kto.data.tokens.cache import DPO_EXAMPLES
-
-        rewards = options["default_chosen_reward"], options["default_rejected_reward"]
-        return build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=rewards), **source)
-
-    def collation(
-        self, options: Mapping[str, Any], *, with_kl: bool
-    ) -> tuple[Callable[..., Any], Callable[[Any], DPOBatch]]:
-        from nemo_kto.data.batches.collate import dpo_custom_collate
-        from nemo_kto.data.batches.loader import share
-
-        return share, partial(dpo_custom_collate, **options)
-
-    def costs(
-        self,
-        *,
-        cost: SequenceCost,
-        kl_cost: SequenceCost | None,
-        reference_cost: SequenceCost,
-        seq_length: int,
-        share_prompts: bool,
-    ) -> DPOCosts:
-        from nemo_kto.data.batches.loader import DPOCosts
-
-        shared = cost if share_prompts else None
-        return DPOCosts(cost=cost, shared_cost=shared)
-
-    def preview(
-        self, show: Preview, dataset: DPODataset, batch: DPOBatch, examples: Sequence[DPOExample], loss: Loss
-    ) -> Iterator[str]:
-        return show.dpo(dataset, batch, with_rewards=loss.needs_rewards)
-
-    def model_class(self) -> type[MegatronGPTDPOModel]:
-        from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-
-        return MegatronGPTDPOModel
-
-    def model_options(self, section: DPOLossConfig, examples: DPODataset) -> dict[str, bool]:
-        names = "sft_token_mean", "sft_completion_only", "use_weighting"
-        return {name: getattr(section, name) for name in names}
-
-    def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
-        from nemo_kto.algorithms.dpo import DPOTrainer
-
-        return partial(DPOTrainer, collate_fn=collate_fn)
-
-
-DPO = DPORecipe(
+DPO = Recipe(
     name="dpo",
     title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
     data="rows of prompt, chosen and rejected",
@@ -177,4 +119,10 @@ DPO = DPORecipe(
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
     metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),
     aliases={"loss_weights": "model.dpo.preference_losses"},
+    dataset=Imported("nemo_kto.data.batches.dataset:DPODataset"),
+    collate=Imported("nemo_kto.data.batches.collate:dpo_custom_collate"),
+    costs=Imported("nemo_kto.data.batches.loader:DPOCosts.of"),
+    sequences=Imported("nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model:MegatronGPTDPOModel.sequences"),
+    model=Imported("nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model:MegatronGPTDPOModel"),
+    trainer=Imported("nemo_kto.algorithms.dpo:DPOTrainer"),
 )

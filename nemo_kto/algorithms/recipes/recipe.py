@@ -1,10 +1,12 @@
-"""Base classes of the algorithms: recipe, and configuration section model.NAME."""
+"""Description of an algorithm, and base class of its configuration section model.NAME."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
@@ -14,12 +16,8 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.utils.fields import MayChange, Name, Remedy, Section
 
-if TYPE_CHECKING:  # these take seconds to import, and the command line does not need them
-    from nemo_kto.algorithms.dpo import DPOTrainer
-    from nemo_kto.data.batches.dataset import Splits
-    from nemo_kto.data.batches.loader import ExampleCosts, SequenceCost
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-    from nemo_kto.tools.inspect.data_preview import Preview
+if TYPE_CHECKING:
+    from nemo_kto.data.batches.splits import Splits
 
 Weight = Annotated[float, Ge(0)]
 Pairs = tuple[tuple[str, str], ...]
@@ -62,6 +60,18 @@ class LossConfig(BaseModel):
         given = {name: getattr(self, name) for name in self.record.options}
         return {name: value for name, value in given.items() if value is not None}
 
+    def model_options(self, examples: Any) -> dict[str, Any]:
+        """Return the arguments of the model that belong to the loss; ``examples`` is the training dataset."""
+        return {}
+
+    def warnings(self, examples: Any, *, lr: float) -> list[str]:
+        """Return warnings about settings that do not fit the training dataset."""
+        return []
+
+    def start_lines(self, examples: Any) -> dict[str, str]:
+        """Return lines about the training dataset for the table at the start of a run."""
+        return {}
+
     def rules(self, section: str) -> Iterator[ConfigError]:
         """Yield the errors that involve several keys of this section; ``section`` is its name."""
         for first, second in self.not_both_zero:
@@ -70,9 +80,26 @@ class LossConfig(BaseModel):
                 yield ConfigError(f"{section}.{first}", text, (f"{section}.{second}",))
 
 
+@dataclass(frozen=True)
+class Imported:
+    """A callable named by its ``path``, "module:name" or "module:Class.name", which is imported when it is first used.
+
+    The modules of a run take seconds to import, and a command line is checked without them.
+    """
+
+    path: str
+
+    def load(self) -> Any:
+        module, _, name = self.path.partition(":")
+        return attrgetter(name)(importlib.import_module(module))
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.load()(*arguments, **options)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Recipe(ABC):
-    """An algorithm: the attributes describe it to the command line, the methods build the algorithm-specific parts of a run.
+class Recipe:
+    """An algorithm, as the command line and the builder of a run need to know it.
 
     Attributes:
         name: name of the command and of the sections trainer.NAME and model.NAME; its configuration is conf/gpt_NAME.yaml.
@@ -86,6 +113,12 @@ class Recipe(ABC):
         val_metrics: further metrics, which only validations report.
         anchors: quantities against which losses may measure rewards (``Loss.anchor``), each with the metric that reports it.
         aliases: names that other trainers use for algorithm-specific keys, with our names; see ``config.migration``.
+        dataset: class of the examples, which takes ``data_defaults`` as further arguments.
+        collate: collates the examples of this rank (the indices ``kept``) in a global batch; with ``with_kl`` the batch
+            contains KL examples, for a loss that needs z0.
+        costs: builds the ``data.batches.loader.ExampleCosts`` of the examples of a global batch.
+        sequences: returns the sequences of a batch, see ``PreferenceModel.sequences``.
+        model, trainer: classes.
     """
 
     name: str
@@ -102,65 +135,29 @@ class Recipe(ABC):
     val_metrics: tuple[str, ...] = ()
     anchors: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    dataset: Imported
+    collate: Imported
+    costs: Imported
+    sequences: Imported
+    model: Imported
+    trainer: Imported
 
     @property
     def config_name(self) -> str:
         """Name of the configuration file."""
         return f"gpt_{self.name}"
 
-    @abstractmethod
+    @property
+    def has_pairs(self) -> bool:
+        """Whether an example is a pair of answers."""
+        return self.unit == "pairs"
+
     def build_splits(self, source: Mapping[str, Any], options: Mapping[str, float]) -> Splits[Any]:
         """Build the datasets of ``source``; ``options`` holds the values of the keys in :attr:`data_defaults`."""
+        from nemo_kto.data.batches.splits import build_splits
 
-    @abstractmethod
-    def collation(self, options: Mapping[str, Any], *, with_kl: bool) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-        """Return ``take`` for ``data.batches.loader.build_dataloader``, and the function that collates its results.
-
-        With ``with_kl`` the batches contain KL examples, for a loss that needs z0.
-        """
-
-    @abstractmethod
-    def costs(
-        self,
-        *,
-        cost: SequenceCost,
-        kl_cost: SequenceCost | None,
-        reference_cost: SequenceCost,
-        seq_length: int,
-        share_prompts: bool,
-    ) -> ExampleCosts:
-        """Return the costs of the examples of a global batch; see ``data.batches.loader``.
-
-        The arguments are the costs of all passes over a sample or an answer, and over a KL example, and the part of the
-        reference in both; with ``share_prompts`` the sequences of an example share their prompt where they can.
-        """
-
-    @abstractmethod
-    def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:
-        """Yield the lines of ``nemo-kto data preview`` for ``batch``, the first of ``examples``, collated.
-
-        ``examples`` are the first of ``dataset`` and stand for a global batch.
-        """
-
-    @abstractmethod
-    def model_class(self) -> type[MegatronGPTModel]:
-        """Return the class of the model."""
-
-    @abstractmethod
-    def model_options(self, section: Any, examples: Any) -> dict[str, Any]:
-        """Return the algorithm-specific arguments of the model; ``examples`` is the training dataset."""
-
-    def warnings(self, section: Any, examples: Any, *, lr: float) -> list[str]:
-        """Return warnings about settings that do not fit the training dataset."""
-        return []
-
-    def start_lines(self, section: Any, examples: Any) -> dict[str, str]:
-        """Return the algorithm-specific lines about the training dataset in the table at the start of a run."""
-        return {}
-
-    @abstractmethod
-    def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
-        """Return a function that builds the trainer from the remaining arguments of DPOTrainer."""
+        dataset = self.dataset.load()
+        return build_splits(kind=dataset.kind, make=partial(dataset, **options), **source)
 
     def find_loss(self, name: str) -> Loss:
         """Return the loss with the given name or import path.

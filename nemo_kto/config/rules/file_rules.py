@@ -29,10 +29,10 @@ from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.rules.layout_rules import divisor_below, expert_rules, pipeline_rules
 from nemo_kto.data.rows.data_sources import WHOLE, check_validation_names, is_remote, read_data_prefix
 from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.normalise import check_json_columns
 from nemo_kto.data.rows.reader import Fields
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import read_rows
-from nemo_kto.data.rows.values import check_json_columns
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.model_files.checkpoint_files import INFO, check_checkpoint

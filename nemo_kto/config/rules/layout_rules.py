@@ -67,22 +67,14 @@ def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         text = f"must be false with {_TENSOR}=1, got true; set model.sequence_parallel=false, or raise {_TENSOR}"
         yield ConfigError("model.sequence_parallel", text, (_TENSOR,))
-    conflicts = {
-        "model.data.packing": ("=true", model.data.packing is True),
-        _CONTEXT: (" above 1", model.context_parallel_size > 1),
-    }
-    for key, (value, is_set) in conflicts.items():
-        if is_set and model.data.reset_attention_mask:
-            text = f"must be false with {key}{value}, got true; set one or the other"
-            yield ConfigError("model.data.reset_attention_mask", text, (key,))
-    unsupported = {
-        _CONTEXT: (str(model.context_parallel_size), model.context_parallel_size > 1),
-        "model.data.reset_attention_mask": ("true", model.data.reset_attention_mask),
-    }
-    for key, (value, is_set) in unsupported.items():
-        if is_set and model.data.share_prompts is True:
-            text = f"must be false or auto with {key}={value}, got true; attention to shared prompts does not support both"
-            yield ConfigError("model.data.share_prompts", text, (key,))
+    for name in ("reset_attention_mask", "eod_mask_loss"):
+        if getattr(model.data, name):
+            text = "must be false, got true; a row is one prompt with one answer, not several documents in one sequence"
+            yield ConfigError(f"model.data.{name}", text)
+    if model.context_parallel_size > 1 and model.data.share_prompts is True:
+        value = f"{_CONTEXT}={model.context_parallel_size}"
+        text = f"must be false or auto with {value}, got true; attention to shared prompts does not support both"
+        yield ConfigError("model.data.share_prompts", text, (_CONTEXT,))
 
 
 def _instance_rules(model: GPTConfig, ranks: int, expert_ranks: int) -> Errors:
@@ -112,10 +104,6 @@ def mixer_rules(run: ResolvedRun) -> Errors:
     Raises UserError if the architecture is needed and cannot be read.
     """
     model = run.cfg.model
-    if model.data.reset_attention_mask and any(mixer.divided_heads(run.architecture) for mixer in run.architecture.mixers):
-        family, key = run.architecture.family.name, "model.data.reset_attention_mask"
-        text = f"must be false for {family}, whose states pass across end-of-text tokens, got true; leave it out"
-        yield ConfigError(key, text)
     tensor, size = model.tensor_model_parallel_size, model.context_parallel_size
     if tensor == size == 1:
         return

@@ -16,7 +16,7 @@ from nemo_kto.data.rows.data_sources import (
     validation_names,
     validation_split,
 )
-from nemo_kto.data.rows.prompts import read_prompts
+from nemo_kto.data.rows.reader import read_prompts
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.losses.metrics import metric_prefix

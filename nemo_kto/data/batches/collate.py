@@ -1,22 +1,22 @@
 """Collate functions of KTO and DPO, and the tensors of a batch.
 
 A batch is one rank's share of a global batch, with the names of NeMo-Aligner: B examples of this rank, S tokens of the
-longest one, on the CPU. The label of a position is its token id, -100 on prompt and padding. An attention mask
-is bool [B, S], True at tokens, or bool [B, 1, S, S], True where a query must NOT see a key. The reference log-probs are
-attached by ``augment_dataloader``, on the device of the rank.
+longest one, on the CPU. The label of a position is its token id, -100 on prompt and padding. Position ids, counted from 0,
+and attention masks, True at tokens, are for callers: the model needs neither, because it attends causally within each
+sequence. The reference log-probs are attached by ``augment_dataloader``, on the device of the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, NotRequired, TypedDict, cast
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.dataset import DPOExample, KTOExample
+from nemo_kto.errors import UserError
 from nemo_kto.losses.sequence import IGNORED
 
 
@@ -26,8 +26,8 @@ class KTOBatch(TypedDict):
     samples: Tensor  # [B, S] int64
     sample_labels: Tensor  # [B, S] int64
     sample_lengths: Tensor  # [B] int64, without padding
-    position_ids: NotRequired[Tensor]  # [B, S] int64; counted from 0 if absent
-    attention_mask: NotRequired[Tensor]
+    position_ids: NotRequired[Tensor]  # [B, S] int64
+    attention_mask: NotRequired[Tensor]  # [B, S] bool
     preference: Tensor  # [B] int64: 1 desirable, 0 undesirable
     weights: NotRequired[Tensor]  # [B] float32, loss weight of each sample; 1 if absent
     kl_samples: NotRequired[Tensor]
@@ -61,6 +61,7 @@ class DPOBatch(TypedDict):
     ref_policy_log_probs_rejected: NotRequired[Tensor]  # [B] fp32
 
 
+Example = TypeVar("Example", KTOExample, DPOExample)
 Ids = Sequence[int] | np.ndarray
 Texts = Sequence[tuple[Ids, Ids]]  # prompt and response of each sequence, as token ids
 
@@ -90,9 +91,6 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     return partners
 
 
-Item = Mapping[str, Tensor | int | float | bool]  # item of a NeMo-Aligner dataset
-
-
 def kl_partners_of(batch: Sequence[KTOExample]) -> list[int]:
     """Return :func:`kl_partners` of a global batch; prompts are equal if their tokens are equal."""
     return kl_partners(prompt_keys(batch))
@@ -104,7 +102,7 @@ def prompt_keys(batch: Sequence[KTOExample | DPOExample]) -> list[bytes]:
 
 
 def kto_custom_collate(
-    batch: Sequence[KTOExample] | Sequence[Item],
+    batch: Sequence[KTOExample],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -119,22 +117,19 @@ def kto_custom_collate(
 
     Args:
         batch: ALL examples of the global batch, because KL examples are formed over all of them, not only over those kept.
-            Examples may be mappings in the format of NeMo-Aligner, with ``prompt_tokens``, ``response_tokens``,
-            ``sample_labels`` and ``preference``, and optionally ``weight``.
-        eos_id: token for padding on the right; it also ends documents for the three options that follow.
-        reset_position_ids: positions restart at 0 after each EOS.
-        reset_attention_mask: tokens attend only to their own document; the mask is then [B, 1, S, S].
-        eod_mask_loss: the token after an EOS is not trained on, as in Megatron's loss mask; the EOS itself is.
+        eos_id: token for padding on the right.
+        reset_position_ids, reset_attention_mask, eod_mask_loss: must be False. They are arguments of NeMo-Aligner, which
+            treats a sequence as several documents that end with EOS; here it is one prompt with one answer.
         seq_length: maximum sequence length, to which the responses of KL examples are truncated. None: no limit.
         pad_to_multiple: the common length S is a multiple of this number.
 
     Raises:
-        ValueError: ``with_kl`` is set and the batch has a single example, a sample is longer than ``seq_length``, or the
-            labels of a mapping do not match its response.
+        ValueError: ``with_kl`` is set and the batch has a single example, a sample is longer than ``seq_length``, an
+            option of NeMo-Aligner is True, or the batch has other items than examples.
     """
+    _refuse_documents(reset_position_ids, reset_attention_mask, eod_mask_loss)
     kept = range(len(batch)) if kept is None else kept
-    examples = [item if isinstance(item, KTOExample) else _kto_example(item) for item in batch]
-    padding = _Padding(eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, seq_length, pad_to_multiple)
+    examples = _checked(batch, KTOExample)
     parts: list[Texts] = [[(examples[k].prompt_ids, examples[k].response_ids) for k in kept]]
     kl_same_prompt: list[bool] = []
     if with_kl:
@@ -147,7 +142,7 @@ def kto_custom_collate(
             kl_texts.append((prompt, examples[partners[k]].response_ids[:room]))
             kl_same_prompt.append(prompts[k] == prompts[partners[k]])
         parts.append(kl_texts)
-    padded = padding.pad(*parts)
+    padded = _pad(*parts, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple)
     tensors = padded[0].named("sample", tokens="samples", shared="")
     tensors["preference"] = torch.tensor([examples[k].desirable for k in kept], dtype=torch.int64)
     tensors["weights"] = torch.tensor([examples[k].weight for k in kept], dtype=torch.float32)
@@ -157,19 +152,8 @@ def kto_custom_collate(
     return cast(KTOBatch, tensors)
 
 
-def _kto_example(item: Item) -> KTOExample:
-    """Convert a mapping of NeMo-Aligner, which masks an example that is too long completely: its response is empty."""
-    prompt, response, labels = (np.asarray(item[name]) for name in ("prompt_tokens", "response_tokens", "sample_labels"))
-    if (labels == IGNORED).all():
-        response = response[:0]
-    elif not np.array_equal(labels, [*[IGNORED] * len(prompt), *response]):
-        raise ValueError("sample_labels must be -100 on the prompt and the tokens of the response after it, got others")
-    desirable, weight = bool(item["preference"]), float(item.get("weight", 1.0))
-    return KTOExample(prompt_ids=prompt, response_ids=response, desirable=desirable, weight=weight)
-
-
 def dpo_custom_collate(
-    batch: Sequence[DPOExample] | Sequence[Item],
+    batch: Sequence[DPOExample],
     eos_id: int,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -178,20 +162,19 @@ def dpo_custom_collate(
     seq_length: int | None = None,
     pad_to_multiple: int = 1,
     ld_alpha: float | None = None,
+    kept: Sequence[int] | None = None,
 ) -> DPOBatch:
     """Collate pairs into tensors, with one length S for both answers; other options are those of :func:`kto_custom_collate`.
 
     ``ld_alpha`` is the weight of the response tokens beyond the length of the shorter answer; None for 1.
 
-    Pairs may be mappings in the format of NeMo-Aligner, with ``chosen``, ``chosen_length``, ``chosen_labels`` and
-    ``chosen_reward``, the same for ``rejected``, and optionally ``weight``. Raises ValueError if a sequence is longer than
-    ``seq_length``, or the labels of a mapping do not match its response.
+    Raises ValueError if a sequence is longer than ``seq_length``, an option of NeMo-Aligner is True, or the batch has other
+    items than pairs.
     """
-    pairs = [item if isinstance(item, DPOExample) else _dpo_example(item) for item in batch]
-    padding = _Padding(eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, seq_length, pad_to_multiple)
-    chosen, rejected = padding.pad(
-        [(pair.prompt_ids, pair.chosen_ids) for pair in pairs], [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
-    )
+    _refuse_documents(reset_position_ids, reset_attention_mask, eod_mask_loss)
+    pairs = _checked(batch if kept is None else [batch[number] for number in kept], DPOExample)
+    texts = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs], [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
+    chosen, rejected = _pad(*texts, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple)
     tensors = chosen.named("chosen", tokens="chosen", shared="chosen_")
     tensors["chosen_rewards"] = torch.tensor([pair.chosen_reward for pair in pairs], dtype=torch.float32)
     tensors |= rejected.named("rejected", tokens="rejected", shared="rejected_")
@@ -202,28 +185,25 @@ def dpo_custom_collate(
     return cast(DPOBatch, tensors)
 
 
-def _dpo_example(item: Item) -> DPOExample:
-    """Convert a mapping of NeMo-Aligner, which masks a pair that is too long completely: its answers are empty."""
-    (prompt, chosen), (other_prompt, rejected) = (_answer(item, name) for name in ("chosen", "rejected"))
-    if len(chosen) + len(rejected) and not np.array_equal(prompt, other_prompt):
-        raise ValueError("chosen and rejected must begin with the same prompt, which -100 marks in their labels, got two")
-    rewards = {f"{name}_reward": float(item[f"{name}_reward"]) for name in ("chosen", "rejected")}
-    numbers = {**rewards, "weight": float(item.get("weight", 1.0))}
-    return DPOExample(prompt_ids=prompt, chosen_ids=chosen, rejected_ids=rejected, **numbers)
+def _refuse_documents(reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> None:
+    if reset_position_ids or reset_attention_mask or eod_mask_loss:
+        raise UserError(
+            "reset_position_ids, reset_attention_mask and eod_mask_loss must be False, got True; an example is one prompt "
+            "with one answer, which attends causally to all its tokens and is trained on to its end"
+        )
 
 
-def _answer(item: Item, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompt and response of one answer, without padding; a fully masked sequence is all prompt."""
-    length = int(item[f"{name}_length"])
-    tokens, labels = (np.asarray(item[key])[:length] for key in (name, f"{name}_labels"))
-    start = int(np.argmax(labels != IGNORED)) if (labels != IGNORED).any() else length
-    if not np.array_equal(labels[start:], tokens[start:]):
-        raise ValueError(f"{name}_labels must be -100 on the prompt and the tokens of the response after it, got others")
-    return tokens[:start], tokens[start:]
+def _checked(batch: Sequence[Any], kind: type[Example]) -> list[Example]:
+    """Return the examples of a batch; UserError if one is of another type, such as a mapping of NeMo-Aligner."""
+    if wrong := [item for item in batch if not isinstance(item, kind)]:
+        raise UserError(
+            f"a batch must contain {kind.__name__} (nemo_kto.data.batches.dataset), got {type(wrong[0]).__name__}"
+        )
+    return [*batch]
 
 
 class _Padded(NamedTuple):
-    """Sequences padded to a common length: tensors [B, S], except lengths [B] and a document mask [B, 1, S, S]."""
+    """Sequences padded to a common length: tensors [B, S], except lengths [B]."""
 
     tokens: Tensor
     labels: Tensor
@@ -242,47 +222,26 @@ class _Padded(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class _Padding:
-    eos_id: int
-    reset_position_ids: bool
-    reset_attention_mask: bool
-    eod_mask_loss: bool
-    seq_length: int | None
-    pad_to_multiple: int
+def _pad(*parts: Texts, eos_id: int, seq_length: int | None, multiple: int) -> list[_Padded]:
+    """Pad all parts to the length of the longest sequence, rounded up to a multiple."""
+    width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
+    if seq_length is not None and width > seq_length:
+        raise ValueError(
+            f"sequences must have at most seq_length={seq_length} tokens, got {width}; "
+            "build the dataset and the collate function with the same seq_length"
+        )
+    width = -(-width // multiple) * multiple
+    return [_pad_part(part, width, eos_id) for part in parts]
 
-    def pad(self, *parts: Texts) -> list[_Padded]:
-        """Pad all parts to the length of the longest sequence, rounded up to a multiple of ``pad_to_multiple``."""
-        width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
-        if self.seq_length is not None and width > self.seq_length:
-            raise ValueError(
-                f"sequences must have at most seq_length={self.seq_length} tokens, got {width}; "
-                "build the dataset and the collate function with the same seq_length"
-            )
-        width = -(-width // self.pad_to_multiple) * self.pad_to_multiple
-        return [self._pad(part, width) for part in parts]
 
-    def _pad(self, texts: Texts, width: int) -> _Padded:
-        tokens = np.full((len(texts), width), self.eos_id, dtype=np.int64)
-        labels = np.full((len(texts), width), IGNORED, dtype=np.int64)
-        for k, (prompt, response) in enumerate(texts):
-            start, end = len(prompt), len(prompt) + len(response)
-            tokens[k, :start] = prompt
-            tokens[k, start:end] = response
-            labels[k, start:end] = response
-        lengths = np.array([len(prompt) + len(response) for prompt, response in texts], dtype=np.int64)
-        is_token = np.arange(width) < lengths[:, None]
-        # [B, S]: number of documents that ended before each token; padding does not end a document.
-        ends = (tokens == self.eos_id) & is_token
-        documents = np.cumsum(ends, axis=1) - ends
-        if self.eod_mask_loss:
-            labels[:, 1:][ends[:, :-1]] = IGNORED
-        positions = np.broadcast_to(np.arange(width), documents.shape).copy()
-        if self.reset_position_ids:
-            is_first = np.diff(documents, axis=1, prepend=-1) > 0
-            positions -= np.maximum.accumulate(np.where(is_first, positions, 0), axis=1)
-        mask = is_token
-        if self.reset_attention_mask:  # True where a query must not see a key: a later token or one of another document
-            later = np.triu(np.ones((width, width), dtype=bool), k=1)
-            mask = (later | (documents[:, :, None] != documents[:, None, :]))[:, None]
-        return _Padded(*map(torch.from_numpy, (tokens, labels, lengths, positions, mask)))
+def _pad_part(texts: Texts, width: int, eos_id: int) -> _Padded:
+    tokens = np.full((len(texts), width), eos_id, dtype=np.int64)
+    labels = np.full((len(texts), width), IGNORED, dtype=np.int64)
+    for k, (prompt, response) in enumerate(texts):
+        start, end = len(prompt), len(prompt) + len(response)
+        tokens[k, :start] = prompt
+        tokens[k, start:end] = response
+        labels[k, start:end] = response
+    lengths = np.array([len(prompt) + len(response) for prompt, response in texts], dtype=np.int64)
+    positions = np.broadcast_to(np.arange(width), tokens.shape).copy()
+    return _Padded(*map(torch.from_numpy, (tokens, labels, lengths, positions, positions < lengths[:, None])))

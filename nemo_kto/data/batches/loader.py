@@ -7,10 +7,14 @@ import hashlib
 import heapq
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from itertools import islice
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -107,6 +111,20 @@ class KTOCosts:
     shared_cost: SequenceCost | None = None  # of the passes in which both share their prompt; None if they do not
     seq_length: int  # to which the responses of KL examples are truncated
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        cost: SequenceCost,
+        kl_cost: SequenceCost | None,
+        reference_cost: SequenceCost,
+        seq_length: int,
+        share_prompts: bool,
+    ) -> KTOCosts:
+        """Build the costs; with ``share_prompts``, the reference evaluates a sample together with its KL example."""
+        shared = reference_cost if share_prompts else None
+        return cls(cost=cost, kl_cost=kl_cost, shared_cost=shared, seq_length=seq_length)
+
     def __call__(self, batch: Sequence[KTOExample]) -> list[float]:
         costs_N = [self.cost(len(each.prompt_ids) + len(each.response_ids)) for each in batch]
         if self.kl_cost is not None:
@@ -129,6 +147,11 @@ class DPOCosts:
 
     cost: SequenceCost  # of the passes over a sequence
     shared_cost: SequenceCost | None = None  # of the passes in which both answers share their prompt; None if they do not
+
+    @classmethod
+    def of(cls, *, cost: SequenceCost, share_prompts: bool, **_: object) -> DPOCosts:
+        """Build the costs; with ``share_prompts``, all passes evaluate the two answers together."""
+        return cls(cost=cost, shared_cost=cost if share_prompts else None)
 
     def __call__(self, batch: Sequence[DPOExample]) -> list[float]:
         return [
@@ -210,12 +233,7 @@ def by_prompt(
 
 
 Example = TypeVar("Example")
-Share = TypeVar("Share")
-
-
-def share(batch: Sequence[Example], *, kept: Sequence[int]) -> list[Example]:
-    """Return the examples of a global batch with the indices ``kept``, not collated; the trainer collates them."""
-    return [batch[number] for number in kept]
+Batch = TypeVar("Batch")
 
 
 def build_dataloader(
@@ -224,18 +242,17 @@ def build_dataloader(
     sampler: GlobalBatchSampler,
     rank: int,
     size: int,
-    take: Callable[..., Share],
+    collate: Callable[..., Batch],
     shares: Callable[..., list[list[int]]] = every_nth,
     num_workers: int = 0,
-) -> DataLoader[Share]:
-    """Build a loader that yields the share of data-parallel rank ``rank`` of ``size`` in each global batch of ``sampler``.
+) -> DataLoader[Batch]:
+    """Build a loader of the collated examples of data-parallel rank ``rank`` of ``size`` in each batch of ``sampler``.
 
     Every rank reads the whole global batch, because KL examples are formed over all of it; this is cheap, because examples
     are memory-mapped. The start of the next iteration is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
 
     Args:
-        take: (global batch, kept=indices of this rank) -> the item to yield: :func:`share`, or ``kto_custom_collate`` with
-            its options bound.
+        collate: (global batch, kept=indices of this rank) -> batch, such as ``kto_custom_collate`` with its options bound.
         shares: (global batch, ranks=size) -> indices of the examples of each rank.
         num_workers: number of processes that prefetch; it does not change the batches.
     """
@@ -244,7 +261,7 @@ def build_dataloader(
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # torch types a loader by the items of its dataset, not by what it yields
         batch_sampler=sampler,
-        collate_fn=partial(_take_share, take=take, shares=shares, rank=rank, size=size),
+        collate_fn=partial(_collate_share, collate=collate, shares=shares, rank=rank, size=size),
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
@@ -254,10 +271,10 @@ def build_dataloader(
     )
 
 
-def _take_share(
-    batch: Sequence[Example], *, take: Callable[..., Share], shares: Callable[..., list[list[int]]], rank: int, size: int
-) -> Share:
-    return take(batch, kept=shares(batch, ranks=size)[rank])
+def _collate_share(
+    batch: Sequence[Example], *, collate: Callable[..., Batch], shares: Callable[..., list[list[int]]], rank: int, size: int
+) -> Batch:
+    return collate(batch, kept=shares(batch, ranks=size)[rank])
 
 
 def gathered_examples(loader: Any, count: int) -> dict[int, KTOExample | DPOExample]:
@@ -294,3 +311,49 @@ def _end_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
+
+
+Item = TypeVar("Item")
+
+
+class Prefetching(Iterator[Item], Generic[Item]):
+    """Iterator whose next item a thread prepares from :meth:`begin_next` on.
+
+    The items and their order are those of the iterable, and errors are raised where the item would be returned. At the end
+    of a ``with`` block no item is being prepared any more.
+    """
+
+    def __init__(
+        self, *, items: Iterable[Item], waiting: Callable[[], AbstractContextManager[object]], in_thread: bool
+    ) -> None:
+        """Iterate over ``items``.
+
+        Args:
+            waiting: returns a context in which the caller waits for an item.
+            in_thread: False to prepare each item when it is asked for.
+        """
+        self._items, self._waiting, self._in_thread = iter(items), waiting, in_thread
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")  # started by the first call of submit
+        self._coming: Future[list[Item]] | None = None
+
+    def begin_next(self) -> None:
+        """Begin to prepare the next item."""
+        if self._in_thread:
+            self._coming = self._coming or self._thread.submit(self._take)
+
+    def _take(self) -> list[Item]:
+        return [*islice(self._items, 1)]  # empty at the end
+
+    def __next__(self) -> Item:
+        coming, self._coming = self._coming, None
+        with self._waiting():
+            taken = self._take() if coming is None else coming.result()
+        if not taken:
+            raise StopIteration
+        return taken[0]
+
+    def __enter__(self) -> Prefetching[Item]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.shutdown(cancel_futures=True)

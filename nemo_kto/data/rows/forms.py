@@ -34,7 +34,7 @@ _EXCEL = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")  # xlsx is a zip a
 class Form:
     """Form of a data file."""
 
-    kind: Literal["lines", "array", "csv", "parquet", "arrow file", "arrow"]  # lines and array: of JSON
+    kind: Literal["lines", "csv", "parquet", "arrow file", "arrow"]  # lines: one JSON object each
     compression: Literal["gzip", "zstd"] | None = None
     delimiter: str = ""  # of the cells in a line of ``csv``
 
@@ -76,7 +76,8 @@ def find_form(path: str | Path) -> Form:
         raise DataError(f"{path}:1: must be JSON, one object per line, but the file is {message}")
     text_start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text_start.startswith(b"["):
-        return Form(kind="array", compression=compression)
+        remedy = f"convert it with: jq -c '.[]' {name} > rows.jsonl"
+        raise DataError(f"{path}:1: must be JSON, one object per line, but the file is a JSON array; {remedy}")
     if text_start.startswith(b"{") or (delimiter := _delimiter(text_start, name)) is None:
         return Form(kind="lines", compression=compression)
     return Form(kind="csv", compression=compression, delimiter=delimiter)

@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import csv
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from nemo_kto.data.rows.forms import Form, find_form, open_text, skip_bytes
+from nemo_kto.data.rows.normalise import without_nulls
 from nemo_kto.data.rows.records import DataError, LastRowError, Row, RowError
-from nemo_kto.data.rows.values import without_nulls
 from nemo_kto.errors import printable, show
 from nemo_kto.utils.files import MAX_LINE_BYTES, read_lines
 
@@ -32,11 +31,10 @@ _SCAN_BYTES = 2**20
 _MAX_BLANK_BYTES = 2**20  # in succession; a compressed file of a megabyte may contain a gigabyte of them
 _TABLE_ROWS = 1000  # rows of a table that are in memory at a time
 _EXTENSION = b"ARROW:extension:name"  # of a type that this version of pyarrow does not know
-_SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class _TextRow(NamedTuple):
-    """Row of a text, or why it cannot be used."""
+class _CsvRow(NamedTuple):
+    """Row of a csv file, or why it cannot be used."""
 
     number: int  # of its first line, or of the row
     row: Row | RowError
@@ -71,8 +69,6 @@ def read_rows(path: str | Path, part: FilePart = WHOLE_FILE) -> Iterator[tuple[i
     with open_text(path, form.compression, skip=0 if form.kind == "csv" else part.start) as text:
         if form.kind == "csv":
             yield from ((found.number, found.row) for found in _csv_rows(text, form.delimiter, part))
-        elif form.kind == "array":
-            yield from ((found.number, found.row) for found in _array_rows(text, part))
         else:
             yield from _line_rows(text, part)
 
@@ -94,9 +90,8 @@ def file_parts(path: Path) -> Iterator[FilePart]:
         if form.kind == "lines":
             yield from _line_parts(text, part_bytes)
             return
-        found = _csv_rows(text, form.delimiter, WHOLE_FILE) if form.kind == "csv" else _array_rows(text, WHOLE_FILE)
         part, stop = FilePart(), 0
-        for each in found:
+        for each in _csv_rows(text, form.delimiter, WHOLE_FILE):
             stop = each.stop
             if stop - part.start >= part_bytes:
                 yield replace(part, stop=stop)
@@ -191,47 +186,6 @@ def _line_parts(text: BinaryIO, part_bytes: int) -> Iterator[FilePart]:
         number, start, line = number + 1, stop, line + lines
 
 
-def _array_rows(text: BinaryIO, part: FilePart) -> Iterator[_TextRow]:
-    """Yield the rows of a JSON array; ``text`` is at the start of the part.
-
-    The text is scanned as Latin-1, in which each byte is a character. Nothing follows an element that is not valid JSON.
-    """
-    decoder, start, number = json.JSONDecoder(), part.start, part.first_line
-    scanned = text.read(_SCAN_BYTES).decode("latin-1")
-    place = scanned.index("[") + 1 if part.start == 0 else 0
-    while part.stop is None or start + place < part.stop:
-        begin = _skip_space(scanned, place)
-        if scanned.startswith("]", begin):
-            if scanned[begin + 1 :].strip() or text.read(_SCAN_BYTES).strip():
-                message = "a file must contain one JSON array, got more after its end; write one object per line instead"
-                yield _TextRow(number, RowError(message), start + begin, number)
-            return
-        try:
-            _, end = decoder.raw_decode(scanned, begin)
-            after = _skip_space(scanned, end)
-            if not scanned.startswith((",", "]"), after):
-                raise json.JSONDecodeError("Expecting ',' delimiter", scanned, after)
-        except (ValueError, RecursionError) as error:  # the element may also be incomplete
-            missing = len(scanned) - place
-            more = text.read(max(missing, _SCAN_BYTES)) if missing <= MAX_LINE_BYTES else b""
-            if more:
-                scanned, start, place = scanned[place:] + more.decode("latin-1"), start + place, 0
-                continue
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-            yield _TextRow(
-                number, RowError(f"not valid JSON ({reason}); the rows after it are not read"), start + place, number
-            )
-            return
-        place = after + scanned.startswith(",", after)
-        yield _TextRow(number, _json_row(scanned[begin:end].encode("latin-1")), start + place, number + 1)
-        number += 1
-
-
-def _skip_space(text: str, place: int) -> int:
-    found = _SPACE.match(text, place)
-    return place if found is None else found.end()
-
-
 @dataclass(kw_only=True)
 class _CountedLines:
     """Lines of a text for the csv module, and their number and bytes so far; a byte that is not UTF-8 is a surrogate."""
@@ -257,7 +211,7 @@ class _CountedLines:
         return raw.decode("utf-8", "surrogateescape")
 
 
-def _csv_rows(text: BinaryIO, delimiter: str, part: FilePart) -> Iterator[_TextRow]:
+def _csv_rows(text: BinaryIO, delimiter: str, part: FilePart) -> Iterator[_CsvRow]:
     """Yield the rows of a csv file as strings by column; rows of empty cells are left out. ``text`` is at its beginning."""
     csv.field_size_limit(MAX_LINE_BYTES)
     lines, names, filled = _CountedLines(text=text), list[str](), 0  # filled: byte after the last row that is not empty
@@ -290,7 +244,7 @@ def _csv_rows(text: BinaryIO, delimiter: str, part: FilePart) -> Iterator[_TextR
             row = RowError("not valid UTF-8; save the file as UTF-8")
         except csv.Error as error:
             row = RowError(f'not valid csv ({error}); quote cells that contain quotes, and write each of these as ""')
-        yield _TextRow(number, row, lines.bytes, lines.lines + 1)
+        yield _CsvRow(number, row, lines.bytes, lines.lines + 1)
         if isinstance(row, LastRowError) or not names:
             return
 

@@ -11,21 +11,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-from datasets import Features, Value
-from datasets import Sequence as SequenceOf
 from datasets.table import MemoryMappedTable, Table
 
-from nemo_kto.data.rows.drops import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
-from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError
-from nemo_kto.data.rows.row_files import FilePart, file_parts, number_of_parts
-from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
-from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
+from nemo_kto.data.rows.drops import CONTRADICTIONS, DUPLICATES
+from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.rows.row_files import file_parts, number_of_parts
+from nemo_kto.data.tokens.chat_template import RecordEncoder
+from nemo_kto.data.tokens.tokeniser import PARTS, ExampleKind, PartResult, PartWriter, Tokeniser
 from nemo_kto.data.tokens.truncation import Truncation
+from nemo_kto.data.tokens.workers import map_parts, number_of_processes, size_groups
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import make_folder, publish_file, read_bytes, remove_unpublished, writing_cache
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES, hash_once, stored_hash
@@ -33,12 +31,9 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 8  # increase it if the same data and tokenizer give other token ids or columns
+_FORMAT = 9  # increase it if the same data and tokenizer give other token ids or columns
 _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 _DROPPED_LATER = {DUPLICATES, CONTRADICTIONS}  # the cached files have them
-_IDS = SequenceOf(Value("int32"))
-Columns = dict[str, object]  # column name -> value, for one example
-Tokenised = tuple[list[EncodedExample], Columns] | RowError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -55,90 +50,6 @@ class Progress(Protocol):
 
 def show_nothing(items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]:
     yield from items
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExampleKind:
-    """Kind of examples: how the rows of a file are read, tokenised and stored."""
-
-    name: str  # prefix of the names of the cached files
-    features: Features  # of the cached examples; ``prompt_cut`` and ``response_cut``: whether it was truncated
-    read: Callable[[FileReader, Path, FileColumns, FilePart], Iterator[Any]]  # updates the column counts
-    tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Tokenised]]  # one item per record
-
-    def examples(
-        self, records: list[Any], work: Tokeniser, path: Path, columns: FileColumns, broken: RowErrors
-    ) -> Iterator[Columns]:
-        """Yield the columns of usable records; DataError if an error is a LastRowError.
-
-        Others are added to ``broken``, or counted in ``columns`` if they are of a kind that is left out.
-        """
-        drop, tokenised = work.fields.drop, self.tokenise(records, work.encoder, work.truncation)
-        for record, example in zip(records, tokenised, strict=True):
-            if not isinstance(example, RowError):
-                answers, of_example = example
-                if columns.keeps(answers, drop):
-                    yield of_example
-            elif not columns.leaves_out(example, drop):
-                broken.add(path, record.line, str(example))
-                if isinstance(example, LastRowError):
-                    broken.raise_if_any()
-
-
-def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Tokenised]:
-    for record, example in zip(records, encoder.encode(records), strict=True):
-        if isinstance(example, RowError):
-            yield example
-            continue
-        prompt, response = cut.truncate(example.prompt_ids, example.response_ids)
-        columns: Columns = {
-            "prompt_ids": prompt,
-            "response_ids": response,
-            "prompt_cut": len(prompt) < len(example.prompt_ids),
-            "response_cut": len(response) < len(example.response_ids),
-            "desirable": record.desirable,
-            "line": record.line,
-            "weight": record.weight,
-        }
-        yield [example], columns
-
-
-def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Tokenised]:
-    encoded = iter(encoder.encode([side for record in records for side in record.sides]))
-    for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
-        if isinstance(chosen, RowError) or isinstance(rejected, RowError):
-            yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
-            continue
-        prompt, good, bad = cut.truncate_pair(chosen.prompt_ids, chosen.response_ids, rejected.response_ids)
-        columns: Columns = {
-            "prompt_ids": prompt,
-            "chosen_ids": good,
-            "rejected_ids": bad,
-            "prompt_cut": len(prompt) < len(chosen.prompt_ids),
-            "response_cut": len(good) < len(chosen.response_ids) or len(bad) < len(rejected.response_ids),
-            "chosen_reward": record.chosen_reward,
-            "rejected_reward": record.rejected_reward,
-            "line": record.line,
-            "weight": record.weight,
-        }
-        yield [chosen, rejected], columns
-
-
-_FLAG, _INTEGER, _FLOAT = Value("bool"), Value("int64"), Value("float64")
-_SHARED = {"prompt_ids": _IDS, "prompt_cut": _FLAG, "response_cut": _FLAG, "line": _INTEGER, "weight": _FLOAT}
-_REWARDS = {"chosen_reward": _FLOAT, "rejected_reward": _FLOAT}
-KTO_EXAMPLES = ExampleKind(
-    name="kto",
-    features=Features({**_SHARED, "response_ids": _IDS, "desirable": _FLAG}),
-    read=FileReader.kto_records,
-    tokenise=_tokenise_kto,
-)
-DPO_EXAMPLES = ExampleKind(
-    name="dpo",
-    features=Features({**_SHARED, "chosen_ids": _IDS, "rejected_ids": _IDS, **_REWARDS}),
-    read=FileReader.dpo_records,
-    tokenise=_tokenise_dpo,
-)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -304,11 +215,9 @@ class TokenCache:
         else:  # a folder for one use
             content = ""
         # the suffix of a csv file may determine its form
-        key = [_FORMAT, path.name, content, self.fields.json_columns, sorted(self.fields.columns.items())]
-        if self.fields.labels != COMMON_LABELS:  # files without them keep the names they had before labels were introduced
-            key.append(asdict(self.fields.labels))
-        if set(self.fields.drop) - _DROPPED_LATER != set(DEFAULT_DROPS):
-            key.append(sorted(set(self.fields.drop) - _DROPPED_LATER))
+        fields = self.fields
+        key = [_FORMAT, path.name, content, fields.json_columns, sorted(fields.columns.items()), asdict(fields.labels)]
+        key += [sorted(set(fields.drop) - _DROPPED_LATER)]
         key += [self._tokenizer_hash, self.truncation.seq_length, self.truncation.mode]
         return f"{self.kind.name}-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
 
@@ -341,7 +250,7 @@ def _content_hash(file: Path) -> str:
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
         chunks, lengths, values = table.column(name).chunks, hashlib.sha256(), hashlib.sha256()
         if name == "weight" and all((chunk.to_numpy(zero_copy_only=False) == 1).all() for chunk in chunks):
-            continue  # examples without weights keep the hash they had before weights were introduced
+            continue  # rows without a weight and rows of weight 1 are the same training data
         for chunk in chunks:
             if hasattr(chunk, "value_lengths"):  # one list per example
                 lengths.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(), dtype="<i8").tobytes())

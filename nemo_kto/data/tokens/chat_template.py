@@ -26,18 +26,21 @@ from nemo_kto.data.rows.records import (
     RowError,
     TextOrMessages,
 )
-from nemo_kto.data.tokens.bounded import LimitError
-from nemo_kto.data.tokens.continuation import continue_prompt
-from nemo_kto.data.tokens.message_content import (
+from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
+from nemo_kto.data.tokens.rendering import (
     BEGIN_OF_THOUGHTS,
     END_OF_THOUGHTS,
+    MAX_CHARACTERS,
     NO_THOUGHTS,
+    REMEDY,
     TOKEN_IDS,
+    continue_prompt,
     in_form,
     in_form_of,
+    render_bounded,
+    renderer,
 )
-from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
-from nemo_kto.data.tokens.template_trial import MAX_CHARACTERS, REMEDY, render_bounded, renderer
+from nemo_kto.data.tokens.workers import LimitError
 from nemo_kto.errors import UserError, printable, show
 from nemo_kto.model_files.companion_files import transformers_fields, without_class
 from nemo_kto.model_files.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids

@@ -13,10 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.records import KTORecord, Message, TextOrMessages
-from nemo_kto.data.tokens.bounded import LimitError, WorkError
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.message_content import MARK, TOKEN_IDS
-from nemo_kto.data.tokens.template_trial import parse_bounded
+from nemo_kto.data.tokens.rendering import MARK, TOKEN_IDS, parse_bounded
+from nemo_kto.data.tokens.workers import LimitError, WorkError
 
 _THOUGHTS = ("reasoning_content", "thinking")  # names of the field in chat templates
 _CONTENT, _THOUGHT, _NAME = (f"{MARK}{letter}" for letter in "CTN")

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from nemo_kto.data.rows.drops import DEFAULT_DROPS, LOST_TEXT
 from nemo_kto.data.rows.records import LostTextError, RowError
-from nemo_kto.data.tokens.continuation import Messages, Render, begins_thoughts, continue_prompt
-from nemo_kto.data.tokens.message_content import (
+from nemo_kto.data.tokens.rendering import (
     BEGIN_OF_THOUGHTS,
     CONTINUED,
     END_OF_THOUGHTS,
@@ -20,6 +19,10 @@ from nemo_kto.data.tokens.message_content import (
     GIVEN,
     MARK,
     WITH_BEGINNING,
+    Messages,
+    Render,
+    begins_thoughts,
+    continue_prompt,
     field_of_thoughts,
     has_thoughts,
     in_form,

@@ -39,29 +39,52 @@ from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import constant_weights
 
 
+class LogProbs(NamedTuple):
+    """Log-probs of the sequences of a micro-batch: [b] fp32 each, on the device; [0] for a kind that is not computed."""
+
+    response_b: Tensor  # with the weights of the tokens, if the sequences have any
+    unweighted_b: Tensor  # the same without weights
+    prompt_b: Tensor  # second log-prob of sequences that have one
+    log_weight_b: Tensor  # with ``log_weights`` of :meth:`LogProbEngine.forward_backward`
+
+
+class LogRatios(NamedTuple):
+    """Log-ratios of the sequences of a micro-batch (log-probs for a loss without a reference), without gradient."""
+
+    sequence_index_b: Tensor
+    values_b: Tensor
+
+
+class MicroBatchReport(NamedTuple):
+    """Values of one micro-batch for the metrics, without gradient."""
+
+    sums: Mapping[str, Tensor]  # the same names in every micro-batch
+    log_ratios: LogRatios | None
+
+
 class MicroBatchLoss(NamedTuple):
     """Loss of one micro-batch, in the form that megatron-core's schedule expects."""
 
     loss_sum: Tensor  # sum over the examples, with gradient
     num_examples: Tensor  # 0-d int
-    sums: Mapping[str, Tensor]  # for the metrics, without gradient; the same names in every micro-batch
+    report: MicroBatchReport
 
     @classmethod
-    def of(cls, sums: Mapping[str, Tensor]) -> MicroBatchLoss:
+    def of(cls, sums: Mapping[str, Tensor], log_ratios: LogRatios | None = None) -> MicroBatchLoss:
         """Build the loss from sums that include ``loss_sum`` and ``rows`` (its number of examples)."""
-        return cls(sums["loss_sum"], sums["rows"].detach().int(), {name: value.detach() for name, value in sums.items()})
+        detached = {name: value.detach() for name, value in sums.items()}
+        return cls(sums["loss_sum"], detached["rows"].int(), MicroBatchReport(detached, log_ratios))
 
 
-SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
-"""(indices of the sequences in the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
+SequenceLoss = Callable[[Tensor, LogProbs], MicroBatchLoss]
+"""(indices of the sequences in the batch [b], their log-probs) -> loss, on the last pipeline stage.
 
-The second argument is followed, [b] each, by the unweighted log-probs of sequences with weights, by their second log-probs
-if they have any, and by the log-weights if :meth:`LogProbEngine.forward_backward` computes them. All are on the device.
-Reading one of their values on the host, or copying host data to the device, would make the host wait at each micro-batch.
+All are on the device. Reading one of their values on the host, or copying host data to the device, would make the host wait
+at each micro-batch.
 """
 
-Head = Callable[[MicroBatch, Tensor], Tensor]
-"""(micro-batch, hidden states of the last stage) -> a value for each sequence, [b] or [b, V], on the device."""
+Head = Callable[[MicroBatch, Tensor], Tensor | LogProbs]
+"""(micro-batch, hidden states of the last stage) -> values for each sequence, [b] or [b, V], on the device."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -142,14 +165,14 @@ class LogProbEngine:
 
     def forward_backward(
         self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool, log_weights: bool = False
-    ) -> list[Mapping[str, Tensor]]:
+    ) -> list[MicroBatchReport]:
         """Run the forward passes and, unless ``forward_only``, the backward passes of ``sequences``.
 
         With ``log_weights`` the loss also gets the log of the weight of each response in WPO, without gradient: the mean
         over its tokens of log p(token) - log of the sum of p^2 over the vocabulary.
 
         Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, at every layout.
-        Returns the sums of each micro-batch on the last pipeline stage, an empty list on the others.
+        Returns the report of each micro-batch on the last pipeline stage, an empty list on the others.
         """
         for router in routers(self.chunks):  # the objective is a mean over examples, which have ``answers`` sequences each
             router.loss_weight, router.balance = self.moe_aux_loss_coeff / sequences.answers, None
@@ -230,8 +253,7 @@ class LogProbEngine:
             check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
         rank = parallel_state.get_context_parallel_rank()
         micro_batches = sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
-        if sequences.mask_B1SS is None:  # masks would need the memory of all passes at the same time
-            sequences.kept[limits] = micro_batches
+        sequences.kept[limits] = micro_batches
         return micro_batches
 
     def _agree(self) -> Callable[[int], int]:
@@ -259,19 +281,19 @@ class LogProbEngine:
 
     def _schedule(
         self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool, head: Head
-    ) -> Callable[..., list[Mapping[str, Tensor]]]:
+    ) -> Callable[..., list[MicroBatchReport]]:
         """Return megatron-core's schedule, bound to run the micro-batches and to call ``loss`` for each of them.
 
         ``loss`` gets what ``head`` computes from the hidden states of the last stage.
         """
 
-        def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
+        def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[object, Callable[..., object]]:
             micro_batch = next(left)
             with self.forward_clock.running():
                 output = chunk(
                     micro_batch.tokens_bs,
                     micro_batch.positions_bs,
-                    micro_batch.mask_b1ss,
+                    None,  # no attention mask: attention is causal within each sequence
                     packed_seq_params=micro_batch.packed,
                     **self._token_owners(micro_batch, chunk),
                 )
@@ -313,18 +335,18 @@ class LogProbEngine:
         weighted_T = logps_T if micro_batch.weight_T is None else logps_T * micro_batch.weight_T
         return self._over_tokens(micro_batch, weighted_T, average=self.average_log_probs)
 
-    def _loss_values(self, log_weights: bool, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
-        """Return the values of each sequence that a :data:`SequenceLoss` gets, one kind after the other, fp32."""
+    def _loss_values(self, log_weights: bool, micro_batch: MicroBatch, hidden_bsh: Tensor) -> LogProbs:
+        """Return the log-probs of the sequences for a :data:`SequenceLoss`."""
         tokens, size = self._token_logps(micro_batch, hidden_bsh, square_sums=log_weights), len(micro_batch.sequence_index_b)
-        logps_T, *square_sums = tokens if log_weights else [tokens]
-        values = [self._over_tokens(micro_batch, logps_T, average=self.average_log_probs)]
+        logps_T, square_sums_T = tokens if log_weights else (tokens, None)
+        over_tokens = partial(self._over_tokens, micro_batch)
+        unweighted_b, prompt_b = over_tokens(logps_T, average=self.average_log_probs).tensor_split([size])
+        response_b, log_weight_b = unweighted_b, unweighted_b.new_zeros(0)
         if micro_batch.weight_T is not None:
-            weighted_T = logps_T * micro_batch.weight_T
-            values = [self._over_tokens(micro_batch, weighted_T, average=self.average_log_probs)[:size], *values]
-        for square_sums_T in square_sums:
-            log_ratios_T = (logps_T - square_sums_T).detach()
-            values.append(self._over_tokens(micro_batch, log_ratios_T, average=True)[:size])
-        return torch.cat(values)
+            response_b = over_tokens(logps_T * micro_batch.weight_T, average=self.average_log_probs)[:size]
+        if square_sums_T is not None:
+            log_weight_b = over_tokens((logps_T - square_sums_T).detach(), average=True)[:size]
+        return LogProbs(response_b, unweighted_b, prompt_b, log_weight_b)
 
     def _token_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor, *, square_sums: bool = False) -> Tensor:
         """Return the log-probs of counted tokens, [T] fp32; only hidden states that predict one get logits."""

@@ -89,13 +89,7 @@ def _batch(sequences: Sequence[Sequence[int]], collate: dict[str, Any]) -> Seque
     """Collate the sequences as in training, each with one response token, whose value is not used."""
     examples = [KTOExample(prompt_ids=ids, response_ids=[collate["eos_id"]], desirable=True) for ids in sequences]
     batch = kto_custom_collate(examples, **collate, with_kl=False)
-    return SequenceBatch.of(
-        batch["samples"],
-        batch["sample_labels"],
-        batch["sample_lengths"],
-        batch["position_ids"],
-        batch["attention_mask"],
-    )
+    return SequenceBatch.of(batch["samples"], batch["sample_labels"], batch["sample_lengths"])
 
 
 def choose_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_p: float, top_k: int = 0) -> Tensor:

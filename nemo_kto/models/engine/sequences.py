@@ -118,8 +118,6 @@ class SequenceBatch:
     tokens_BS: Tensor
     labels_BS: Tensor  # token id at positions of the response, -100 elsewhere
     lengths_B: Tensor  # number of tokens before the padding
-    positions_BS: Tensor
-    mask_B1SS: Tensor | None = None  # True where attention is forbidden; None for plain causal attention
     # Number of answers to each prompt. Sequences k, k + B / answers, ... are answers to one prompt, and are always in the
     # same micro-batch.
     answers: int = 1
@@ -129,30 +127,17 @@ class SequenceBatch:
     kept: dict[MicroBatchLimits, list[MicroBatch]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @classmethod
-    def of(
-        cls, tokens_BS: Tensor, labels_BS: Tensor, lengths_B: Tensor, positions_BS: Tensor | None, mask: Tensor | None
-    ) -> SequenceBatch:
-        """Build a batch from the tensors of a collated batch; a mask [B, S] marks only padding and is ignored."""
-        if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-        return cls(
-            tokens_BS=tokens_BS,
-            labels_BS=labels_BS,
-            lengths_B=lengths_B,
-            positions_BS=positions_BS,
-            mask_B1SS=mask if mask is not None and mask.dim() == 4 else None,
-        )
+    def of(cls, tokens_BS: Tensor, labels_BS: Tensor, lengths_B: Tensor) -> SequenceBatch:
+        """Build a batch from the tensors of a collated batch."""
+        return cls(tokens_BS=tokens_BS, labels_BS=labels_BS, lengths_B=lengths_B)
 
     @classmethod
     def answers_to_one_prompt(cls, *parts: SequenceBatch) -> SequenceBatch:
         """Concatenate parts of the same shape whose prompts are in the same order, each part one answer to each prompt."""
-        masks = [part.mask_B1SS for part in parts if part.mask_B1SS is not None]
         return cls(
             tokens_BS=torch.cat([part.tokens_BS for part in parts]),
             labels_BS=torch.cat([part.labels_BS for part in parts]),
             lengths_B=torch.cat([part.lengths_B for part in parts]),
-            positions_BS=torch.cat([part.positions_BS for part in parts]),
-            mask_B1SS=torch.cat(masks) if masks else None,
             answers=len(parts),
         )
 
@@ -220,8 +205,7 @@ class SequenceBatch:
     def limits_of(self, limits: MicroBatchLimits) -> MicroBatchLimits:
         """Return ``limits`` with packing if shared prompts save enough tokens, otherwise without shared prompts."""
         separate = replace(limits, share_prompts=False)
-        can_share = limits.share_prompts and self.mask_B1SS is None
-        if not can_share or len(set(self.prompt_group_B.tolist())) == len(self):
+        if not limits.share_prompts or len(set(self.prompt_group_B.tolist())) == len(self):
             return separate
         shared = replace(limits, packed=True)
         saved = 1 - self._tokens(self._partition(shared), shared) / self._tokens(self._partition(separate), separate)
@@ -248,13 +232,10 @@ class SequenceBatch:
 
     def take(self, sequence_index_b: Tensor) -> SequenceBatch:
         """Return the sequences with these indices as a batch with one answer to each prompt and one log-prob."""
-        mask = self.mask_B1SS
         return SequenceBatch(
             tokens_BS=self.tokens_BS[sequence_index_b],
             labels_BS=self.labels_BS[sequence_index_b],
             lengths_B=self.lengths_B[sequence_index_b],
-            positions_BS=self.positions_BS[sequence_index_b],
-            mask_B1SS=None if mask is None else mask[sequence_index_b],
             weights_BS=None if self.weights_BS is None else self.weights_BS[sequence_index_b],
         )
 
@@ -372,18 +353,16 @@ class SequenceBatch:
             lengths = limits.packed_lengths(torch.tensor([stop - start for _, start, stop, _ in segments])).tolist()
             lengths[-1] += width - sum(lengths)
             hidden_index_T = _token_indices(segments, lengths, sequence_T, position_T)
-            tokens_bs, positions_bs = (
-                _packed(values_BS[sequence_index_b], segments, lengths) for values_BS in (self.tokens_BS, self.positions_BS)
-            )
+            tokens_bs = _packed(self.tokens_BS[sequence_index_b], segments, lengths)
+            positions_bs = _packed(torch.arange(self.tokens_BS.shape[1]).expand(size, -1), segments, lengths)
         else:
             lengths = [width] * size
             hidden_index_T = position_T * size + sequence_T
-            tokens_bs, positions_bs = self.tokens_BS[sequence_index_b, :width], self.positions_BS[sequence_index_b, :width]
+            tokens_bs, positions_bs = self.tokens_BS[sequence_index_b, :width], torch.arange(width).repeat(size, 1)
         segment_bs = [
             torch.where(torch.arange(n) < stop - start, k, -1)
             for k, ((_, start, stop, _), n) in enumerate(zip(segments, lengths, strict=True))
         ]
-        mask = None if limits.packed or self.mask_B1SS is None else self.mask_B1SS[sequence_index_b, :, :width, :width]
         weight_T = None
         if self.weights_BS is not None:  # of the tokens that the hidden states predict
             weight_T = self.weights_BS[sequence_index_b[sequence_T], position_T + 1]
@@ -391,7 +370,6 @@ class SequenceBatch:
             sequence_index_b=sequence_index_b,
             tokens_bs=tokens_bs,
             positions_bs=positions_bs,
-            mask_b1ss=mask,
             segment_bs=torch.cat(segment_bs).view(len(tokens_bs), -1),
             owners_nb=_owners(segments, self.counted_B[sequence_index_b] > 0),
             hidden_index_T=hidden_index_T,
@@ -410,7 +388,6 @@ class SequenceBatch:
             sequence_index_b=nothing,
             tokens_bs=torch.zeros(1, width, dtype=torch.long),
             positions_bs=torch.arange(width)[None],
-            mask_b1ss=None if self.mask_B1SS is None else torch.zeros(1, 1, width, width, dtype=torch.bool),
             segment_bs=torch.full((1, width), -1),
             owners_nb=torch.zeros(1, 1, dtype=torch.bool),
             hidden_index_T=nothing,
@@ -474,7 +451,6 @@ class MicroBatch:
     sequence_index_b: Tensor  # indices of the sequences in the batch
     tokens_bs: Tensor
     positions_bs: Tensor
-    mask_b1ss: Tensor | None
     # Sequences to which a token counts in a loss that the model itself adds (load balancing): each token has a row of
     # ``owners_nb``, -1 for padding; the columns are the sequences, False for those that are excluded from the loss.
     segment_bs: Tensor

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.cli import integer_from, number
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
-from nemo_kto.data.tokens.template_trial import renderer
+from nemo_kto.data.tokens.rendering import renderer
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG

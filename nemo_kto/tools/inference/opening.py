@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.data.tokens.bounded import BoundedProcess, LimitError, WorkError
+from nemo_kto.data.tokens.workers import BoundedProcess, LimitError, WorkError
 from nemo_kto.errors import UserError, printable
 from nemo_kto.model_files.adapter_files import (
     ADAPTER_CONFIG,

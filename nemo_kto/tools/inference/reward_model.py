@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nemo_kto.data.tokens.bounded import LimitError, WorkError
 from nemo_kto.data.tokens.chat_template import load_tokenizer
-from nemo_kto.data.tokens.template_trial import render_bounded
+from nemo_kto.data.tokens.rendering import render_bounded
+from nemo_kto.data.tokens.workers import LimitError, WorkError
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.tokenizer_files import has_chat_template

@@ -19,8 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat_template import RecordEncoder, load_tokenizer
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
-from nemo_kto.data.tokens.message_content import TOKEN_IDS
-from nemo_kto.data.tokens.template_trial import REMEDY
+from nemo_kto.data.tokens.rendering import REMEDY, TOKEN_IDS
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, either, plural, refuse_broken, show

@@ -13,11 +13,11 @@ from nemo_kto.cli import integer_from
 from nemo_kto.data.rows.data_sources import read_data_prefix
 from nemo_kto.data.rows.drops import DEFAULT_DROPS, check_drops
 from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.normalise import check_json_columns
 from nemo_kto.data.rows.reader import Fields, RowErrors
 from nemo_kto.data.rows.row_files import file_parts, number_of_parts
-from nemo_kto.data.rows.values import check_json_columns
-from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
+from nemo_kto.data.tokens.workers import map_parts, number_of_processes
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.hub import is_hub_name, local_folder, pin
 from nemo_kto.telemetry.progress import progress_bar
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         )
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)
-    as_pairs = RECIPES[flags.algorithm].unit == "pairs"
+    as_pairs = RECIPES[flags.algorithm].has_pairs
     report, errors = Report(as_pairs=as_pairs, seq_length=flags.seq_length, labels=fields.labels), RowErrors()
     for file in files:
         work = PartCheck(path=file, as_pairs=as_pairs, fields=fields, encoder=encoder, truncation=truncation)

@@ -1,20 +1,16 @@
-"""Text preview of the examples of a batch, with marks for prompt, trained tokens and masked tokens."""
+"""Text preview of the examples of a batch, with marks for prompts and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-
-from torch import Tensor
 
 from nemo_kto.data.batches.collate import DPOBatch, KTOBatch, kl_partners_of
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, KTOExample
-from nemo_kto.losses.sequence import IGNORED
 from nemo_kto.utils.text import terminal_line, terminal_text
 
 Decode = Callable[[list[int]], str]
-_GIVEN, _TRAINED, _MASKED = "prompt", "answer", "masked"
+_PROMPT, _ANSWER = "prompt", "answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +21,14 @@ class Marks:
 
     def legend(self) -> str:
         """Return an explanation of the marks."""
-        return f"{self.mark(_GIVEN, 'prompt')}, {self.mark(_TRAINED, 'trained on')}, {self.mark(_MASKED, 'masked')}"
+        return f"{self.mark(_PROMPT, 'prompt')}, {self.mark(_ANSWER, 'trained on')}"
 
     def mark(self, kind: str, text: str) -> str:
         """Return the text with the marks of its kind; colours are reset at the end of each line."""
         if self.coloured:
-            colour = {_GIVEN: 2, _TRAINED: 32, _MASKED: 31}[kind]  # dim, green, red
+            colour = {_PROMPT: 2, _ANSWER: 32}[kind]  # dim, green
             return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
-        before, after = {_GIVEN: ("", ""), _TRAINED: ("[[", "]]"), _MASKED: ("{{", "}}")}[kind]
-        return f"{before}{text}{after}"
+        return f"[[{text}]]" if kind == _ANSWER else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +50,13 @@ class Preview:
             prompt, kind = len(examples[k].prompt_ids), "desirable" if examples[k].desirable else "undesirable"
             weight = _weight(examples[k].weight)
             yield f"\n{titles[k]}: {kind}{weight}, {self._count(prompt, length)}{origins[k].cuts}"
-            yield from self._text(batch["samples"][k], batch["sample_labels"][k], prompt, length)
+            yield from self._text(batch["samples"][k, :length].tolist(), prompt)
             if partners is not None:
                 same = " (to the same prompt)" if batch["kl_same_prompt"][k] else ""
                 length = int(batch["kl_sample_lengths"][k])
                 count = self._count(prompt, length)
                 yield f"  KL example: this prompt with the answer of {titles[partners[k]]}{same}, {count}"
-                yield from self._text(batch["kl_samples"][k], batch["kl_sample_labels"][k], prompt, length, answer_only=True)
+                yield from self._text(batch["kl_samples"][k, :length].tolist(), prompt, answer_only=True)
 
     def dpo(self, dataset: DPODataset, batch: DPOBatch, *, with_rewards: bool) -> Iterator[str]:
         """Yield lines about the pairs of a ``DPOBatch``: the first pairs of the dataset."""
@@ -70,23 +65,19 @@ class Preview:
             rewards = f", rewards {values[0]:g} and {values[1]:g}" if with_rewards else ""
             yield f"\n{terminal_line(origin.title)}: a pair{_weight(dataset[k].weight)}{rewards}{origin.cuts}"
             prompt = len(dataset[k].prompt_ids)
-            chosen = batch["chosen"][k], batch["chosen_labels"][k], batch["chosen_lengths"][k]
-            rejected = batch["rejected"][k], batch["rejected_labels"][k], batch["rejected_lengths"][k]
-            for name, (tokens, labels, length) in (("chosen", chosen), ("rejected", rejected)):
-                yield f"  {name}, {self._count(prompt, int(length))}"
-                yield from self._text(tokens, labels, prompt, int(length), answer_only=name == "rejected")
+            chosen = batch["chosen"][k, : batch["chosen_lengths"][k]].tolist()
+            rejected = batch["rejected"][k, : batch["rejected_lengths"][k]].tolist()
+            for name, ids in (("chosen", chosen), ("rejected", rejected)):
+                yield f"  {name}, {self._count(prompt, len(ids))}"
+                yield from self._text(ids, prompt, answer_only=name == "rejected")
 
     def _count(self, prompt: int, length: int) -> str:
         return f"{prompt} + {length - prompt} = {length} of at most {self.seq_length} tokens"
 
-    def _text(self, tokens: Tensor, labels: Tensor, prompt: int, length: int, *, answer_only: bool = False) -> Iterator[str]:
-        """Yield the lines of the marked text of a sequence [S] with ``length`` tokens."""
-        ids, trained = tokens[:length].tolist(), (labels[:length] != IGNORED).tolist()
-        kinds = [_GIVEN if place < prompt else (_TRAINED if trained[place] else _MASKED) for place in range(length)]
-        marked = ""
-        for kind, places in groupby(range(prompt if answer_only else 0, length), key=kinds.__getitem__):
-            part = list(places)
-            marked += self.marks.mark(kind, self._decoded(ids, part[0], part[-1] + 1))
+    def _text(self, ids: list[int], prompt: int, *, answer_only: bool = False) -> Iterator[str]:
+        """Yield the lines of the marked text of a sequence that begins with ``prompt`` tokens of the prompt."""
+        marked = "" if answer_only else self.marks.mark(_PROMPT, self._decoded(ids, 0, prompt))
+        marked += self.marks.mark(_ANSWER, self._decoded(ids, prompt, len(ids)))
         for line in marked.split("\n"):
             yield f"  | {line}"
 

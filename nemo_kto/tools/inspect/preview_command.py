@@ -28,7 +28,7 @@ from nemo_kto.utils.text import terminal_line
 
 _MODEL, _DATA = POSITIONS.values()
 _DESCRIPTION = """\
-Show the first rows of a file as the model sees them: the decoded tokens with prompt, response and masked parts marked,
+Show the first rows of a file as the model sees them: the decoded tokens with prompt and response marked,
 their number, the label, and the response of the KL example. KEY=VALUE: as in training.
 """
 _TOKENISE = """\
@@ -88,10 +88,10 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         dataset: Any = splits.train
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
-        with_kl = cfg.loss.record.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
-        settings = collate_settings(cfg, tokenizer, multiple=multiple_of(run))
-        take, collate_fn = cfg.recipe.collation(settings, with_kl=with_kl)
-        batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
+        options = collate_settings(cfg, tokenizer, multiple=multiple_of(run)) | cfg.loss.collate_options()
+        if len(examples) == 1 and "with_kl" in options:  # a KL example takes the response of another example
+            options["with_kl"] = False
+        batch = cfg.recipe.collate(examples, **options, kept=range(min(shown, len(examples))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         preview = Preview(decode=decode, seq_length=cfg.seq_length, marks=Marks(coloured=coloured))
         yield f"{terminal_line(f'{file} as {run.files.source}')} sees it in `nemo-kto {cfg.recipe.name}`"
@@ -100,7 +100,10 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
             yield f"Prompts: {splits.prompts}."
         for warning in splits.warnings:
             yield f"Of the first rows, {terminal_line(warning.removeprefix(f'{file}: '))}."
-        yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
+        if cfg.recipe.has_pairs:
+            yield from preview.dpo(dataset, batch, with_rewards=cfg.loss.record.needs_rewards)
+        else:
+            yield from preview.kto(dataset, batch, examples)
 
 
 def tokenise(argv: Sequence[str]) -> None:

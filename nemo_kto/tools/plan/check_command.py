@@ -140,7 +140,7 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
     folder = "a new run" if resumption.resumed_step is None else f"resumes after step {resumption.resumed_step}"
     plan = make_plan(counted_rows(run, splits["train"].counts), machines)
     if plan.limits.share_prompts:
-        plan = with_shared_prompts(plan, measure(run, map(start.data.collate_fn, start.data.train), plan.limits))
+        plan = with_shared_prompts(plan, measure(run, start.data.train, plan.limits))
     return replace(plan, steps=steps), {
         **{name: split_text(run.cfg.recipe.unit, examples.counts) for name, examples in splits.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",

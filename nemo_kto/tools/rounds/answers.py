@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.data.rows.forms import row_place
-from nemo_kto.data.rows.prompts import read_prompts
-from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.rows.reader import RowErrors, read_prompts
 from nemo_kto.data.rows.records import PromptRecord, Row, RowError, TextOrMessages, records_of_row
 from nemo_kto.data.rows.row_files import read_rows
 from nemo_kto.errors import UserError, show

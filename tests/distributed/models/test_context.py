@@ -121,7 +121,7 @@ def answers(lengths: tuple[int, ...], multiple: int) -> Any:
     tokens = torch.randint(1, 256, (len(lengths), 32), generator=torch.Generator().manual_seed(3))[:, :width]
     length_B = torch.tensor(lengths)
     is_response = (torch.arange(width) > 0) & (torch.arange(width) < length_B[:, None])
-    return SequenceBatch.of(tokens, torch.where(is_response, tokens, -100), length_B, None, None)
+    return SequenceBatch.of(tokens, torch.where(is_response, tokens, -100), length_B)
 
 
 def sequence_logps(model: Path, context: int, lengths: tuple[int, ...]) -> list[list[float]]:

@@ -46,7 +46,7 @@ def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
     linear.is_first_microbatch = False  # Transformer Engine's word for "quantise the weight again"
     runs = engines.engine(chunks, architecture)
     tokens = torch.randint(0, architecture.vocab_size, (6, 16))
-    batch = SequenceBatch.of(tokens, tokens, torch.full((6,), 16), None, None)
+    batch = SequenceBatch.of(tokens, tokens, torch.full((6,), 16))
     head = engine_module.vocab_parallel_logprobs
 
     def recorded(*arguments: Any, **options: Any) -> Any:

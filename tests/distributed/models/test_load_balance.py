@@ -26,8 +26,7 @@ def make_sequences(answers: int, share: slice = slice(None)) -> Any:
     batch, prompts = make_batch(), torch.arange(ROWS // answers)[share]
     index = torch.cat([prompts + ROWS // answers * answer for answer in range(answers)])
     tokens, labels, lengths = (batch[name][index] for name in ("samples", "sample_labels", "sample_lengths"))
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, positions_BS=positions, answers=answers)
+    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, answers=answers)
 
 
 def balance_step(
@@ -49,7 +48,7 @@ def balance_step(
 
     from nemo_kto.distributed import state
     from nemo_kto.huggingface.hf_weights import export
-    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
 
     chunks, architecture = lora_jobs.build(policy, state.Layout(**layout), recompute=recompute, distributed=False)
     runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, packed=packed)
@@ -58,9 +57,9 @@ def balance_step(
     sequences = make_sequences(answers, mine)
     counts = sequences.counted_B > 0
 
-    def nothing_else(sequence_index_b: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+    def nothing_else(sequence_index_b: torch.Tensor, logprobs: LogProbs) -> MicroBatchLoss:
         examples = counts[sequence_index_b].sum() // answers
-        return MicroBatchLoss.of({"loss_sum": (0 * logps_b).sum(), "rows": examples})
+        return MicroBatchLoss.of({"loss_sum": (0 * logprobs.response_b).sum(), "rows": examples})
 
     for chunk in chunks:
         chunk.zero_grad_buffer()

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_kto.distributed import state
-from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
@@ -43,10 +43,12 @@ def new_tensors(model: Path, overlap: bool) -> tuple[dict[str, int], list[bool]]
     chunks, architecture = lora_jobs.build(model, layout, None, overlap=overlap)
     runs = engine(chunks, architecture)
     tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
-    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
+    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH))
 
-    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
-        return MicroBatchLoss.of({"loss_sum": -logps_b.sum(), "rows": torch.tensor(float(len(logps_b)))})
+    def loss(_: torch.Tensor, logprobs: LogProbs) -> MicroBatchLoss:
+        return MicroBatchLoss.of(
+            {"loss_sum": -logprobs.response_b.sum(), "rows": torch.tensor(float(len(logprobs.response_b)))}
+        )
 
     runs.zero_grad()
     weights = [weight for weight in chunks[0].parameters() if weight.dim() == 2]

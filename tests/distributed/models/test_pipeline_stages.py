@@ -37,7 +37,7 @@ SPLITS: dict[str, tuple[int, int, Layout, dict[str, Any]]] = {
 def passes(model: Path, layout: Layout, rows: int) -> tuple[int, int, list[tuple[bool, int]], list[int]]:
     """On a rank: its stage, the number of micro-batches, its passes in their order, and the sizes of the micro-batches."""
     from nemo_kto.distributed import state
-    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
     from nemo_kto.models.engine.sequences import SequenceBatch
 
     state.init_distributed(layout=layout, seed=1)
@@ -55,12 +55,12 @@ def passes(model: Path, layout: Layout, rows: int) -> tuple[int, int, list[tuple
     for number, chunk in enumerate(chunks):
         chunk.register_forward_hook(watch(number))
 
-    def loss(sequence_index_b: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+    def loss(sequence_index_b: torch.Tensor, logprobs: LogProbs) -> MicroBatchLoss:
         sizes.append(len(sequence_index_b))
-        return MicroBatchLoss.of({"loss_sum": logps_b.sum(), "rows": torch.tensor(len(logps_b))})
+        return MicroBatchLoss.of({"loss_sum": logprobs.response_b.sum(), "rows": torch.tensor(len(logprobs.response_b))})
 
     tokens = torch.arange(12 * rows).view(rows, 12)
-    batch = SequenceBatch.of(tokens, tokens, torch.arange(13 - rows, 13), None, None)  # no two are of the same length
+    batch = SequenceBatch.of(tokens, tokens, torch.arange(13 - rows, 13))  # no two are of the same length
     engine(chunks, architecture, micro_batch_size=1).forward_backward(batch, loss, forward_only=False)
     return state.pipeline_stage(), sum(is_forward for is_forward, _ in seen) // len(chunks), seen, sizes
 

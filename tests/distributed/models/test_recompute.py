@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
-from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
@@ -35,7 +35,7 @@ def pass_with(folder: Path, settings: dict[str, Any], overlap: bool) -> tuple[li
     """Gradients of a forward and backward pass, and the bytes saved between the two."""
     chunks, architecture = lora_jobs.build(folder, state.Layout(), overlap=overlap, **settings)
     tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
-    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
+    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH))
     weights = {weight.untyped_storage().data_ptr() for weight in chunks[0].parameters()}
     kept: list[torch.Tensor] = []
     sizes: list[int] = []
@@ -44,10 +44,12 @@ def pass_with(folder: Path, settings: dict[str, Any], overlap: bool) -> tuple[li
         kept.append(tensor)
         return tensor
 
-    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+    def loss(_: torch.Tensor, logprobs: LogProbs) -> MicroBatchLoss:
         storages = [tensor.untyped_storage() for tensor in kept]
         sizes.append(sum({kept.data_ptr(): kept.nbytes() for kept in storages if kept.data_ptr() not in weights}.values()))
-        return MicroBatchLoss.of({"loss_sum": -logps_b.sum(), "rows": torch.tensor(float(len(logps_b)))})
+        return MicroBatchLoss.of(
+            {"loss_sum": -logprobs.response_b.sum(), "rows": torch.tensor(float(len(logprobs.response_b)))}
+        )
 
     runs = engine(chunks, architecture)
     runs.zero_grad()

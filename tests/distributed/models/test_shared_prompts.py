@@ -37,8 +37,7 @@ def make_sequences(answers: int, share: slice) -> Any:
         lengths[k] = len(prompt) + count
         tokens[k, : lengths[k]] = torch.cat([prompt, answer])
         labels[k, len(prompt) : lengths[k]] = answer
-    positions = torch.arange(WIDTH).expand_as(tokens)
-    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, positions_BS=positions, answers=answers)
+    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, answers=answers)
 
 
 def both_ways(
@@ -51,7 +50,7 @@ def both_ways(
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.architecture.lora import LoRASettings
     from nemo_kto.distributed import state
-    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
     from tests.helpers.engine_layers import engine_layers
 
     layout = dict(layout)
@@ -78,7 +77,8 @@ def both_ways(
         runs.limits = replace(runs.limits, **limits, share_prompts=share)
         found = torch.zeros(2 * len(sequences))
 
-        def loss(sequence_index_b: torch.Tensor, logps: torch.Tensor) -> MicroBatchLoss:
+        def loss(sequence_index_b: torch.Tensor, logprobs: LogProbs) -> MicroBatchLoss:
+            logps = torch.cat([logprobs.response_b, logprobs.prompt_b])
             place = torch.cat([sequence_index_b, sequence_index_b + len(sequences)])[: len(logps)]
             found[place] = logps.detach()
             weights = torch.sin(1.0 + place) * sequences.valid_B.repeat(2)[place]

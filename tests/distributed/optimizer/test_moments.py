@@ -14,7 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.distributed import state
 from nemo_kto.memory.rank_memory import Training
-from nemo_kto.models.engine.adam import Bf16MomentsAdamW
+from nemo_kto.models.engine.optimizer import Bf16MomentsAdamW
 from tests.distributed.optimizer import fused_adam
 from tests.helpers import lora_jobs
 from tests.helpers.rank_pool import RankPool

@@ -56,8 +56,9 @@ def spoilt_job(
         result = loss(*arguments)
         if not is_bad("loss"):
             return result
-        sums = {name: total + torch.inf if "loss_sum" in name else total for name, total in result.sums.items()}
-        return result._replace(loss_sum=result.loss_sum + torch.inf, sums=sums)
+        sums = {name: total + torch.inf if "loss_sum" in name else total for name, total in result.report.sums.items()}
+        report = result.report._replace(sums=sums)
+        return result._replace(loss_sum=result.loss_sum + torch.inf, report=report)
 
     def spoil_norm(optimizer: ChainedOptimizer) -> float:
         spoils = what == "norm" and SPOILT <= len(changed) + 1 < SPOILT + steps

@@ -25,8 +25,7 @@ def make_rows(first: int, count: int) -> Any:
     for row in range(count):
         tokens[row, : row + 1] = torch.arange(row + 1) + first
         labels[row, row] = tokens[row, row]
-    positions = torch.arange(count).expand(count, count)
-    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=torch.arange(count) + 1, positions_BS=positions)
+    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=torch.arange(count) + 1)
 
 
 def logp(rows: Any) -> torch.Tensor:

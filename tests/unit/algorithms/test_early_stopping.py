@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping
+from nemo_kto.algorithms.duration import BestValidation, EarlyStopping
 from tests.helpers.messages import Message
 from tests.unit.algorithms.trainer_doubles import Run
 

@@ -1,4 +1,4 @@
-"""Trainers and collate functions accept NeMo-Aligner's names, arguments and examples."""
+"""Trainers and collate functions accept NeMo-Aligner's names and arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from nemo_kto.data.batches.dataset import DPOExample, KTOExample
 from nemo_kto.data.batches.loader import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import RunTimer
-from tests.helpers.messages import raises
 from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Descent, Mean, Notebook, Schedule
 
 EOS = 0
@@ -35,32 +34,15 @@ CONTRACT = ["cfg", "model", "optimizer", "scheduler", "train_dataloader", "val_d
 CONTRACT += ["collate_fn", "logger", "ckpt_callback", "run_timer"]
 
 
-def single(prompt: list[int], response: list[int], preference: int) -> dict[str, Any]:
-    """As NeMo-Aligner's KTOModelDataset gives it."""
-    labels = torch.tensor([-100] * len(prompt) + response)
-    return {
-        "prompt_tokens": torch.tensor(prompt),
-        "response_tokens": torch.tensor(response),
-        "sample_length": len(labels),
-        "sample_labels": labels,
-        "preference": preference,
-    }
-
-
-def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> dict[str, Any]:
-    """As NeMo-Aligner's DPOModelDataset gives it: padded to the longer answer."""
-    width = len(prompt) + max(len(chosen), len(rejected))
-    item: dict[str, Any] = {"chosen_reward": 2.0, "rejected_reward": 0.5, "ignore_example": False}
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        padding = width - len(prompt) - len(answer)
-        item[name] = torch.tensor(prompt + answer + [EOS] * padding)
-        item[f"{name}_labels"] = torch.tensor([-100] * len(prompt) + answer + [-100] * padding)
-        item[f"{name}_length"] = len(prompt) + len(answer)
-    return item
-
-
-SINGLES = [single([1, 2], [3, 0], 1), single([4], [5, 6, 0], 0)]
-PAIRS = [pair([1, 2], [3, 0], [5, 6, 0]), pair([4], [7, 0], [8, 0])]
+REWARDS = {"chosen_reward": 2.0, "rejected_reward": 0.5}
+SINGLES = [
+    KTOExample(prompt_ids=[1, 2], response_ids=[3, EOS], desirable=True),
+    KTOExample(prompt_ids=[4], response_ids=[5, 6, EOS], desirable=False),
+]
+PAIRS = [
+    DPOExample(prompt_ids=[1, 2], chosen_ids=[3, EOS], rejected_ids=[5, 6, EOS], **REWARDS),
+    DPOExample(prompt_ids=[4], chosen_ids=[7, EOS], rejected_ids=[8, EOS], **REWARDS),
+]
 
 
 class Batches(Mean):
@@ -117,47 +99,10 @@ def test_dpo_trainer() -> None:
 
 
 def test_constructor_arguments() -> None:
-    own = {"timers", "callbacks", "skipped", "early_stopping", "best_validation", "prefetch"}  # with defaults
+    own = {"timers", "callbacks", "skipped", "early_stopping", "best_validation", "prefetch"}
     for trainer, names in ((DPOTrainer, CONTRACT), (KTOTrainer, [name for name in CONTRACT if name != "collate_fn"])):
         arguments = inspect.signature(trainer).parameters
         assert [name for name in arguments if name not in own] == names
         assert {argument.kind for argument in arguments.values()} == {inspect.Parameter.KEYWORD_ONLY}
-        assert {name for name, argument in arguments.items() if argument.default is not argument.empty} == own
-
-
-def as_lists(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tensor.tolist() for name, tensor in batch.items()}
-
-
-def test_aligner_examples_are_collated_alike() -> None:
-    ours = [
-        KTOExample(prompt_ids=[1, 2], response_ids=[3, 0], desirable=True),
-        KTOExample(prompt_ids=[4], response_ids=[5, 6, 0], desirable=False),
-    ]
-    theirs, expected = kto_custom_collate(SINGLES, EOS), kto_custom_collate(ours, EOS)
-    assert as_lists(theirs) == as_lists(expected)
-    assert kto_custom_collate([{**SINGLES[0], "weight": 2.5}, SINGLES[1]], EOS)["weights"].tolist() == [2.5, 1.0]
-    too_long = {**single([1, 2], [3, 0], 1), "sample_labels": torch.full((4,), -100)}  # it has no labels to learn from
-    batch = kto_custom_collate([too_long, *SINGLES], EOS)
-    assert (batch["sample_labels"][0] == -100).all()
-    assert batch["kl_sample_labels"].gt(0).any(dim=1).tolist() == [True, False, True], "nor is the second trained on it"
-    wrong = {**SINGLES[0], "sample_labels": torch.tensor([-100, 2, 3, 0])}
-    with raises(ValueError, "sample_labels", "-100", "prompt"):
-        kto_custom_collate([wrong, *SINGLES], EOS)
-
-
-def test_aligner_pairs_are_collated_alike() -> None:
-    reward = {"chosen_reward": 2.0, "rejected_reward": 0.5}
-    ours = [
-        DPOExample(prompt_ids=[1, 2], chosen_ids=[3, 0], rejected_ids=[5, 6, 0], **reward),
-        DPOExample(prompt_ids=[4], chosen_ids=[7, 0], rejected_ids=[8, 0], **reward),
-    ]
-    theirs, expected = dpo_custom_collate(PAIRS, EOS), dpo_custom_collate(ours, EOS)
-    assert as_lists(theirs) == as_lists(expected)
-    assert dpo_custom_collate([PAIRS[0], {**PAIRS[1], "weight": 2.5}], EOS)["weights"].tolist() == [1.0, 2.5]
-    masked = {f"{name}_labels": torch.full((5,), -100) for name in ("chosen", "rejected")}
-    batch = dpo_custom_collate([{**PAIRS[0], **masked}], EOS)
-    assert (batch["chosen_labels"] == -100).all()
-    assert (batch["rejected_labels"] == -100).all()
-    with raises(ValueError, "prompt"):
-        dpo_custom_collate([{**PAIRS[0], "rejected": torch.tensor([1, 9, 5, 6, 0])}], EOS)
+        with_defaults = {name for name, argument in arguments.items() if argument.default is not argument.empty}
+        assert with_defaults - {"collate_fn"} == own

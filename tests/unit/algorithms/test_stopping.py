@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_kto.algorithms.callbacks import Callback
-from nemo_kto.algorithms.stopping import BestValidation
+from nemo_kto.algorithms.duration import BestValidation
 from nemo_kto.telemetry.timers import StopReason
 from tests.unit.algorithms.trainer_doubles import Run
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event
-from nemo_kto.algorithms.stopping import EarlyStopping
+from nemo_kto.algorithms.duration import EarlyStopping
 from tests.helpers.messages import assert_names
 from tests.unit.algorithms.test_stopping import resumed, stopped
 from tests.unit.algorithms.trainer_doubles import Run

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
-from nemo_kto.algorithms.duration import ValidationLoaders
-from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping, SkippedSteps
+from nemo_kto.algorithms.duration import BestValidation, EarlyStopping, SkippedSteps, ValidationLoaders
 from nemo_kto.data.batches.loader import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer

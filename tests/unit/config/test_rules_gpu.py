@@ -169,17 +169,6 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
     assert find_errors("trainer.accelerator=gpu", setting.override) == without
 
 
-STATES = {"qwen3_5_text": True, "nemotron_h": True, "granitemoehybrid": True, "llama": False}
-
-
-@pytest.mark.parametrize(("family", "refused"), STATES.items())
-def test_states_pass_across_documents(family: str, refused: bool, load: Load, tmp_path: Path) -> None:
-    given = f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', family)}"
-    found = list(model_gpu_rules(ResolvedRun.of(load(given, "model.data.reset_attention_mask=true")), CPU))
-    expected = Message("model.data.reset_attention_mask", "false", family, "end-of-text", "true", "leave it out")
-    assert [str(error) for error in found] == [expected] * refused
-
-
 def test_tensor_parallel_ranks_have_groups_of_heads(load: Load, tmp_path: Path) -> None:
     """Of a model with one group for all heads, as published Granites; attention divides its heads further."""
     model = make_checkpoint(tmp_path / "model", "granitemoehybrid", mamba_n_groups=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.collate import kl_partners, kto_custom_collate
+from nemo_kto.data.batches.collate import dpo_custom_collate, kl_partners, kto_custom_collate
 from nemo_kto.data.batches.dataset import KTOExample
+from nemo_kto.errors import UserError
 from tests.helpers.messages import raises
 
 EOS = 0
@@ -117,45 +118,15 @@ def test_same_prompts_are_marked() -> None:
     assert sorted(batch["kl_samples"][:, 1].tolist()) == [2, 3, 4, 5]
 
 
-# Documents: [1 EOS] [2 3 EOS] [4 EOS], then padding.
-DOCUMENTS = [row([1, EOS, 2], [3, EOS, 4, EOS]), row([5], [6])]
+@pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+@pytest.mark.parametrize(("collate", "batch"), [(kto_custom_collate, THREE), (dpo_custom_collate, [])])
+def test_the_options_for_documents_must_be_false(collate: Callable[..., Any], batch: list[Any], flag: str) -> None:
+    collate(batch, EOS, False, False, False)
+    with raises(UserError, flag, "False", "True", "one prompt", "one answer"):
+        collate(batch, EOS, **{flag: True})
 
 
-def test_positions_restart_after_eos_but_not_in_padding() -> None:
-    batch = kto_custom_collate(DOCUMENTS, EOS, True, pad_to_multiple=9)
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 1], list(range(9))]
-    # KL examples have separate documents: [1 EOS] [2 6 padding] and [5 3 EOS] [4 EOS] [padding]
-    assert batch["kl_position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3]]
-
-
-def test_the_attention_mask_hides_later_tokens_and_other_documents() -> None:
-    batch = kto_custom_collate(DOCUMENTS, EOS, False, True, pad_to_multiple=8)
-    mask = batch["attention_mask"]
-    assert mask.shape == (2, 1, 8, 8)
-    documents = [0, 0, 1, 1, 1, 2, 2, 3]
-    for query in range(8):
-        for key in range(8):
-            hidden = key > query or documents[key] != documents[query]
-            assert bool(mask[0, 0, query, key]) == hidden, (query, key)
-            assert bool(mask[1, 0, query, key]) == (key > query)
-    assert not mask.diagonal(dim1=2, dim2=3).any()
-    assert batch["position_ids"][0].tolist() == list(range(8))
-
-
-def test_the_loss_mask_after_an_eos_equals_megatron() -> None:
-    """Its mask is of the tokens that are put in; the label of each is the token after it."""
-    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-
-    plain, masked = (kto_custom_collate(DOCUMENTS, EOS, eod_mask_loss=each) for each in (False, True))
-    for number, length in enumerate(plain["sample_lengths"].tolist()):
-        tokens, labels = (plain[name][number, :length] for name in ("samples", "sample_labels"))
-        _, loss_mask, _ = _get_ltor_masks_and_position_ids(tokens[:-1], EOS, False, False, True, False)
-        expected = torch.where(loss_mask > 0, labels[1:], -100)
-        assert torch.equal(masked["sample_labels"][number, 1:length], expected)
-
-
-def test_the_token_after_an_eos_is_not_trained_on() -> None:
-    batch = kto_custom_collate(DOCUMENTS, EOS, eod_mask_loss=True)
-    assert batch["sample_labels"][0].tolist() == [-100, -100, -100, 3, EOS, -100, EOS]
-    assert kto_custom_collate(DOCUMENTS, EOS)["sample_labels"][0].tolist() == [-100, -100, -100, 3, EOS, 4, EOS]
-    assert batch["kl_sample_labels"][1].tolist() == [-100, 3, EOS, -100, EOS, -100, -100]
+@pytest.mark.parametrize(("collate", "kind"), [(kto_custom_collate, "KTOExample"), (dpo_custom_collate, "DPOExample")])
+def test_other_items_are_refused(collate: Callable[..., Any], kind: str) -> None:
+    with raises(UserError, kind, "dict"):
+        collate([{"prompt_tokens": torch.tensor([1])}, {"prompt_tokens": torch.tensor([2])}], EOS)

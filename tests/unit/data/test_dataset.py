@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.dataset import KTODataset, Splits, build_splits
-from nemo_kto.data.rows.blend import blend
+from nemo_kto.data.batches.dataset import KTODataset
+from nemo_kto.data.batches.splits import Splits, blend, build_splits
 from nemo_kto.data.rows.data_sources import UNNAMED
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat_template import RecordEncoder
+from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
 from tests.helpers import fork_server
 from tests.helpers.messages import Message, raises
 from tests.unit.data.tiny_data import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
@@ -244,9 +244,10 @@ READ = """
     import sys
     from pathlib import Path
     from functools import partial
-    from nemo_kto.data.tokens.cache import KTO_EXAMPLES
+    from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
     from nemo_kto.data.tokens.chat_template import RecordEncoder
-    from nemo_kto.data.batches.dataset import KTODataset, build_splits
+    from nemo_kto.data.batches.dataset import KTODataset
+    from nemo_kto.data.batches.splits import build_splits
     from tests.unit.data.tiny_data import chatml_tokenizer
 
     def memory(kind):

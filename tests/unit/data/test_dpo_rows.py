@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.collate import dpo_custom_collate
-from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts, build_splits
-from nemo_kto.data.rows.records import RowError, pair_of_row
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from nemo_kto.data.tokens.truncation import Truncation
-from nemo_kto.tools.inspect.data_check import (
+from nemo_kto.data.batches.class_balance import (
     MAX_BALANCE,
     MIN_BALANCE,
     balance_warning,
     balanced_weights,
     loss_balance,
 )
+from nemo_kto.data.batches.collate import dpo_custom_collate
+from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts
+from nemo_kto.data.batches.splits import build_splits
+from nemo_kto.data.rows.records import RowError, pair_of_row
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, raises
 from tests.unit.data.tiny_data import chatml_tokenizer, write_rows
 
@@ -94,7 +95,8 @@ def test_one_file_works_for_both_algorithms_and_defaults_are_not_cached(tmp_path
     shared = {"data_prefix": {"train": str(file)}, "splits_string": None, "tokenizer": chatml_tokenizer()}
     shared |= {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": tmp_path / "cache", "seed": 1}
     for defaults in ((1.0, 0.0), (9.0, 8.0)):
-        splits = build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=defaults), **shared)
+        make = partial(DPODataset, default_chosen_reward=defaults[0], default_rejected_reward=defaults[1])
+        splits = build_splits(kind=DPO_EXAMPLES, make=make, **shared)
         assert splits.train is not None
         rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset
+from nemo_kto.data.batches.splits import Splits, build_splits
 from nemo_kto.data.rows.drops import DROPS
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.errors import UserError
 from tests.helpers.messages import raises
 from tests.unit.data.tiny_data import chatml_tokenizer
@@ -47,7 +48,10 @@ def split(folder: Path, rows: list[dict[str, object]], *, pairs: bool = False, *
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     given: dict[str, Any] = {"data_prefix": str(path), "splits_string": None, "truncation_mode": "keep_end", "seed": 1}
     if pairs:
-        given |= {"kind": DPO_EXAMPLES, "make": lambda **views: DPODataset(**views, default_rewards=(1.0, 0.0))}
+        given |= {
+            "kind": DPO_EXAMPLES,
+            "make": lambda **views: DPODataset(**views, default_chosen_reward=1.0, default_rejected_reward=0.0),
+        }
     else:
         given |= {"kind": KTO_EXAMPLES, "make": KTODataset}
     return build_splits(**given | {"tokenizer": chatml_tokenizer(), "seq_length": 64, "cache_dir": folder} | settings)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset
+from nemo_kto.data.batches.splits import Splits, build_splits
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
@@ -78,7 +79,7 @@ def test_the_fingerprint_depends_on_splits_and_blends(tmp_path: Path) -> None:
 def test_the_fingerprint_depends_on_rewards(tmp_path: Path) -> None:
     pairs = [{"prompt": f"{number}", "chosen": "yes", "rejected": "no"} for number in range(3)]
     rewarded = [{**pair, "chosen_reward": 2.0, "rejected_reward": 1.0} for pair in pairs]
-    make = partial(DPODataset, default_rewards=(1.0, 0.0))
+    make = partial(DPODataset, default_chosen_reward=1.0, default_rejected_reward=0.0)
     files = [write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", pairs), ("b", rewarded), ("c", pairs))]
     first, other, again = (fingerprint(str(file), tmp_path, kind=DPO_EXAMPLES, make=make) for file in files)
     assert first == again != other

@@ -26,8 +26,9 @@ from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import FilePart, file_parts, number_of_parts, read_rows
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
+from nemo_kto.data.tokens.cache import TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import raises
 from tests.unit.data.tiny_data import chatml_tokenizer, write_rows
@@ -62,10 +63,6 @@ def write_csv(path: Path, rows: Sequence[dict], delimiter: str = ",") -> None:
         writer.writerows(
             {name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in row.items()} for row in rows
         )
-
-
-def write_array(path: Path, rows: Sequence[dict]) -> None:
-    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def table_of(rows: Sequence[dict]) -> pyarrow.Table:
@@ -107,19 +104,17 @@ FORMS: dict[str, Callable[[Path, Sequence[dict]], object]] = {
     "rows.csv": write_csv,
     "rows.tsv": lambda path, rows: write_csv(path, rows, "\t"),
     "semicolons.csv": lambda path, rows: write_csv(path, rows, ";"),
-    "rows.json": write_array,
+    "rows.json": write_rows,
     "rows.parquet": write_parquet,
     "rows.arrow": write_arrow_file,
     "stream.arrow": write_arrow_stream,
     "rows.jsonl.gz": compressed(write_rows, "gzip"),
     "rows.jsonl.zst": compressed(write_rows, "zstd"),
     "rows.csv.gz": compressed(write_csv, "gzip"),
-    "rows.json.zst": compressed(write_array, "zstd"),
     # with the suffix of another form
     "csv as.jsonl": write_csv,
     "parquet as.csv": write_parquet,
     "jsonl as.csv": write_rows,
-    "array as.jsonl": write_array,
     "gzip as.jsonl": compressed(write_rows, "gzip"),
 }
 
@@ -152,6 +147,16 @@ def test_a_form_gives_the_examples_of_jsonl(
     found, in_parts = examples(path, tmp_path / "parts", kind)
     assert found == expected
     assert in_parts == of_form
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz"])
+def test_a_json_array_is_refused_with_its_conversion(name: str, tmp_path: Path) -> None:
+    content = json.dumps(kto_rows(2), indent=1).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with raises(
+        DataError, f"{tmp_path / name}:1", "one object per line", "JSON array", "jq -c '.[]' rows.json > rows.jsonl"
+    ):
+        find_form(tmp_path / name)
 
 
 def test_lines_of_csv_and_rows_of_tables_are_counted(tmp_path: Path) -> None:

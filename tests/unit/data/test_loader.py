@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
-from nemo_kto.data.batches.dataset import KTODataset, build_splits
+from nemo_kto.data.batches.dataset import KTODataset
 from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example, gathered_examples
-from nemo_kto.data.tokens.cache import KTO_EXAMPLES
+from nemo_kto.data.batches.splits import build_splits
+from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
@@ -42,7 +43,7 @@ def loader(
         sampler=sampler,
         rank=rank,
         size=size,
-        take=partial(kto_custom_collate, eos_id=EOS, seq_length=16, pad_to_multiple=16),
+        collate=partial(kto_custom_collate, eos_id=EOS, seq_length=16, pad_to_multiple=16),
         num_workers=num_workers,
     )
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.rows.prompts import read_prompts
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors, read_prompts
 from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord
 from tests.helpers.messages import raises
 from tests.unit.data.tiny_data import write_rows

@@ -21,11 +21,12 @@ from nemo_kto.data.rows import row_files as files
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import WHOLE_FILE, FilePart, file_parts, number_of_parts, read_rows
-from nemo_kto.data.tokens import parts
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
+from nemo_kto.data.tokens import workers as worker_processes
+from nemo_kto.data.tokens.cache import TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.parts import map_parts, number_of_processes
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
+from nemo_kto.data.tokens.workers import map_parts, number_of_processes
 from nemo_kto.errors import UserError
 from tests.helpers import fork_server
 from tests.helpers.messages import Message, raises
@@ -181,10 +182,10 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
 
 def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(worker_processes.os, "sched_getaffinity", lambda _: set(range(6)))
     assert [number_of_processes(None, count) for count in (1, 3, 4, 100)] == [1, 1, 2, 6]
     assert [number_of_processes(3, count) for count in (1, 5, 100)] == [1, 2, 3]
-    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: set(range(200)))
+    monkeypatch.setattr(worker_processes.os, "sched_getaffinity", lambda _: set(range(200)))
     assert number_of_processes(None, 100) == 16
     assert number_of_processes(64, 1000) == 64
 
@@ -215,7 +216,7 @@ def test_a_process_that_is_killed_is_one_error() -> None:
 
 UNGUARDED = """
 from nemo_kto.data.rows.row_files import FilePart
-from nemo_kto.data.tokens.parts import map_parts
+from nemo_kto.data.tokens.workers import map_parts
 from tests.unit.data import part_work
 print("started", flush=True)
 parts = [FilePart(number=n) for n in range(9)]
@@ -267,7 +268,7 @@ def test_no_process_outlives_the_one_that_started_workers(tmp_path: Path) -> Non
     script = """
     import multiprocessing
     from multiprocessing import resource_tracker
-    from nemo_kto.data.tokens.parts import isolated_starts
+    from nemo_kto.data.tokens.workers import isolated_starts
 
     with isolated_starts():
         process = multiprocessing.get_context("spawn").Process(target=print)

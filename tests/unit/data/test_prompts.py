@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.rows import prompts
-from nemo_kto.data.rows.prompts import MAX_PROMPTS, read_prompts
+from nemo_kto.data.rows import reader
+from nemo_kto.data.rows.reader import MAX_PROMPTS, read_prompts
 from nemo_kto.data.rows.records import DataError, PromptRecord
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.utils import files
@@ -73,7 +73,7 @@ def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None, parts:
 
 def test_a_line_above_the_limit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither is it cut, nor do the lines after it get lost."""
-    for module in (files, prompts):
+    for module in (files, reader):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 8)
     file = tmp_path / "prompts.txt"
     file.write_bytes(b"one\n\nthree-three\nfour\n")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts, Splits, build_splits
-from nemo_kto.data.rows.blend import Range, join_small, split_ranges
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts
+from nemo_kto.data.batches.splits import Range, Splits, build_splits, join_small, split_ranges
 from nemo_kto.data.rows.data_sources import SPLITS, UNNAMED, Source, split_shares
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.chat_template import RecordEncoder
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
@@ -122,7 +122,7 @@ def test_counts_of_pairs(tmp_path: Path) -> None:
         {"prompt": "a" * 4, "chosen": "b", "rejected": "b" * 12, "id": 1},
         {"prompt": "a" * 4, "chosen": "b", "rejected": "c"},
     ]
-    make = partial(DPODataset, default_rewards=(1.0, 0.0))
+    make = partial(DPODataset, default_chosen_reward=1.0, default_rejected_reward=0.0)
     built: Splits[DPODataset]
     path = write_rows(tmp_path / "a.jsonl", rows)
     built = splits(path, tmp_path, None, seq_length=10, kind=DPO_EXAMPLES, make=make)  # type: ignore[assignment]

@@ -15,12 +15,10 @@ import pytest
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens import chat_template as chat
-from nemo_kto.data.tokens import template_trial
-from nemo_kto.data.tokens.cache import KTO_EXAMPLES
+from nemo_kto.data.tokens import rendering
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.message_content import MARK
-from nemo_kto.data.tokens.part_files import Tokeniser
-from nemo_kto.data.tokens.template_trial import _render
+from nemo_kto.data.tokens.rendering import MARK, _render
+from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES, Tokeniser
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer
@@ -64,7 +62,7 @@ def test_an_endless_template_is_one_error_with_file_and_row(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template, names = WITHOUT_END[kind]
-    monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.2 if names == TIME else 20)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2 if names == TIME else 20)
     tokenizer = chatml_tokenizer("{% if 'now' in messages[0]['content'] %}" + template + "{% endif %}" + CHATML)
     tokenizer.name_or_path = str(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("as in the tokenizer")
@@ -73,7 +71,7 @@ def test_an_endless_template_is_one_error_with_file_and_row(
     work = Tokeniser(kind=KTO_EXAMPLES, fields=Fields(), encoder=encoder, truncation=cut, private=True)
     records = [record("hi", 1), record("now", 2), record("now", 3)]
     with pytest.raises(DataError) as error:
-        list(KTO_EXAMPLES.examples(records, work, rows, FileColumns(), broken))
+        list(work.examples(records, rows, FileColumns(), broken))
     file = tmp_path / "chat_template.jinja"
     line = 1 if kind.endswith("compiled") else 2
     assert str(error.value) == Message(f"{rows}:{line}", f"{file}", *names)
@@ -124,8 +122,8 @@ def test_a_template_is_tried_once_and_only_on_rows_of_messages(monkeypatch: pyte
 
 def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(*_: object) -> bytes:
-        assert template_trial.renderer._started is not None
-        template_trial.renderer._started[0].kill()
+        assert rendering.renderer._started is not None
+        rendering.renderer._started[0].kill()
         raise EOFError
 
     monkeypatch.setattr(Connection, "recv_bytes", ended)
@@ -133,7 +131,7 @@ def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_probes_of_rows_have_the_limits_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
     endless, _ = WITHOUT_END["nested ranges"]
     template = "{% if '" + MARK + "x0x' in messages[0]['content'] %}" + endless + "{% endif %}" + CHATML
     assert str(rendered("hi", template)) == Message("chat template", *TIME)
@@ -143,7 +141,7 @@ def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: object) -> bytes:
         raise KeyboardInterrupt
 
-    template_trial.renderer.close()
+    rendering.renderer.close()
     others = set(multiprocessing.active_children())  # ranks of other tests in this process
     monkeypatch.setattr(Connection, "recv_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -154,7 +152,7 @@ def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) 
 def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child that renders templates ignores the signals that a scheduler sends to all processes."""
     receive, received = Connection.recv_bytes, list[bytes]()
-    template_trial.renderer.close()
+    rendering.renderer.close()
     others = set(multiprocessing.active_children())  # ranks of other tests in this process
 
     def signalled(self: Connection, limit: int) -> bytes:
@@ -171,5 +169,5 @@ def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_process_ends_with_its_parent() -> None:
     """Although it ignores the signal by which Python ends it."""
-    program = "from nemo_kto.data.tokens.template_trial import renderer\nrenderer(abs, -1, max_seconds=9)\nprint('done')"
+    program = "from nemo_kto.data.tokens.rendering import renderer\nrenderer(abs, -1, max_seconds=9)\nprint('done')"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100).stdout == "done\n"

@@ -18,7 +18,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from nemo_kto.data.rows.arguments import data_prefix_of
+from nemo_kto.data.rows.data_sources import data_prefix_of
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord
 from nemo_kto.data.rows.row_files import read_rows

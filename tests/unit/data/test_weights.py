@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.recipes.kto_recipe import loss_weights
+from nemo_kto.data.batches.class_balance import MAX_BALANCE, balance_warning
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import DataError, pair_of_row, records_of_row
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
-from nemo_kto.tools.inspect.data_check import MAX_BALANCE, balance_warning
+from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
 from tests.unit.data.tiny_data import numbered_rows, write_rows
@@ -21,7 +20,7 @@ from tests.unit.run.test_build_rows import resolved
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 MESSAGES = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
-PAIRS = partial(DPODataset, default_rewards=(1.0, 0.0))
+PAIRS = partial(DPODataset, default_chosen_reward=1.0, default_rejected_reward=0.0)
 
 
 def test_rows_of_every_format_may_have_a_weight() -> None:
@@ -85,5 +84,5 @@ def test_auto_balance_uses_row_weights(tmp_path: Path) -> None:
     assert train.class_weights == (5.5, 2.0)
     assert "got 1 * 5.5 / (1 * 2) = 2.75; set" in (balance_warning(*train.class_weights, 1.0, 1.0) or "")
     section: Any = resolved("model.kto.auto_balance=true").cfg.loss
-    desirable, undesirable = loss_weights(section, train)
+    desirable, undesirable = section.loss_weights(train)
     assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "balanced rows would need no weights"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from itertools import product
 
 import pytest
 import torch
 
-from nemo_kto.losses import rewards as rewards_module
-from nemo_kto.losses.metrics import Metrics, metrics_by_set
-from nemo_kto.losses.rewards import Rewards, roc_auc, without_rounding_errors
+from nemo_kto.losses.metrics import Metrics, Rewards, metrics_by_set, roc_auc, without_rounding_errors
 
 
 def auc_by_definition(rewards: torch.Tensor, desirable: torch.Tensor) -> float:
@@ -94,7 +91,3 @@ def test_validation_sets_have_separate_aucs() -> None:
     assert metrics == {"a_loss": 0.0, "a_auc": 5 / 6, "b_loss": 0.0, "b_auc": 0.0}
     assert metrics.rewards["a"].by_class["desirable"].tolist() == [1.0, 3.0, 4.0]
     assert metrics_by_set([("", batch([1.0], [0.0]))]) == {"loss": 0.0, "auc": 1.0}
-
-
-def test_the_examples_of_the_documentation() -> None:
-    assert doctest.testmod(rewards_module).failed == 0

@@ -19,7 +19,7 @@ from nemo_kto.memory.activations import Activations
 from nemo_kto.memory.hardware import GPUS
 from nemo_kto.memory.rank_memory import RankMemory, Training, rank_memory, stages_memory
 from nemo_kto.memory.run_plan import Step
-from nemo_kto.models.engine import adam
+from nemo_kto.models.engine import optimizer as optimizers
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.tools.plan.speed import step_speed, step_traffic
 from tests.helpers.tiny_models import make_checkpoint
@@ -248,7 +248,7 @@ def test_memory_of_an_optimizer_step(architecture: Architecture, monkeypatch: py
     assert memory.working == 4 * memory.trained
     assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
     assert first(architecture, on_gpu=True, data_parallel=4).working == 0
-    assert planner_memory._UPDATED_VALUES == adam._VALUES
+    assert planner_memory._UPDATED_VALUES == optimizers._VALUES
     monkeypatch.setattr(planner_memory, "_UPDATED_VALUES", largest // 4)
     assert first(architecture, on_gpu=True, moment_bytes=2).working == 2 * largest, "widened, a quarter at a time"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping
+from nemo_kto.algorithms.duration import BestValidation, EarlyStopping
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.checkpoint.sharded_weights import adapters_in

@@ -25,7 +25,7 @@ def sequences(lengths: list[int], responses: list[int]) -> SequenceBatch:
     for number, (length, response) in enumerate(zip(lengths, responses, strict=True)):
         labels[number, length - response : length] = 1
     zeros = torch.zeros(len(lengths), width, dtype=torch.int64)
-    return SequenceBatch.of(zeros, labels, torch.tensor(lengths), None, None)
+    return SequenceBatch.of(zeros, labels, torch.tensor(lengths))
 
 
 WINDOWED: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import torch
 from transformers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup, get_wsd_schedule
 
 from nemo_kto.checkpoint.sharded_optimizer import _set_counters
-from nemo_kto.models.engine import adam
+from nemo_kto.models.engine import optimizer as optimizers
 from nemo_kto.models.engine.optimizer import build_scheduler, fuse_torch_adam
 
 
@@ -108,17 +108,17 @@ def test_the_fused_kernel_takes_the_same_steps() -> None:
 
 def test_moments_in_bf16_are_those_of_adamw_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, also if a weight is updated in several slices."""
-    monkeypatch.setattr(adam, "_VALUES", 100)
+    monkeypatch.setattr(optimizers, "_VALUES", 100)
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.linspace(-1, 1, 256).view(8, 32).requires_grad_() for _ in range(2))
     groups: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
-    narrow, wide = adam.Bf16MomentsAdamW([ours], **groups), torch.optim.AdamW([theirs], **groups)
+    narrow, wide = optimizers.Bf16MomentsAdamW([ours], **groups), torch.optim.AdamW([theirs], **groups)
     for _ in range(4):
         ours.grad = torch.randn(8, 32, generator=generator)
         theirs.grad = ours.grad.clone()
         narrow.step()
         wide.step()
-        for name in adam.MOMENTS:
+        for name in optimizers.MOMENTS:
             assert narrow.state[ours][name].dtype == torch.bfloat16
             wide.state[theirs][name].copy_(wide.state[theirs][name].bfloat16())
             assert torch.equal(narrow.state[ours][name].float(), wide.state[theirs][name])

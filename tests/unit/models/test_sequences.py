@@ -21,10 +21,7 @@ def batch_of(lengths: list[int], *, answers: int = 1) -> SequenceBatch:
     tokens_BS = torch.arange(len(lengths) * width).view(len(lengths), width)
     last_B = torch.tensor(lengths, dtype=torch.long) - 1
     labels_BS = torch.where(torch.arange(width) == last_B[:, None], tokens_BS, -100)
-    positions_BS = torch.arange(width).expand_as(tokens_BS)
-    return SequenceBatch(
-        tokens_BS=tokens_BS, labels_BS=labels_BS, lengths_B=last_B + 1, positions_BS=positions_BS, answers=answers
-    )
+    return SequenceBatch(tokens_BS=tokens_BS, labels_BS=labels_BS, lengths_B=last_B + 1, answers=answers)
 
 
 def cut(batch: SequenceBatch, **limits: int | None) -> list[tuple[list[int], int]]:
@@ -89,9 +86,7 @@ def test_tokens_beyond_the_shorter_answer_have_another_weight(packed: bool, shar
     tokens = torch.cat([tokens, torch.arange(10, 40).view(6, 5)], dim=1)
     places = torch.arange(width)
     labels = torch.where((places >= 2) & (places < lengths[:, None]), tokens, -100)
-    plain = SequenceBatch(
-        tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, positions_BS=places.expand_as(tokens), answers=2
-    )
+    plain = SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, answers=2)
     batch = plain.desensitized(torch.tensor([0.5, 0.25, 0.0]))
     limits = MicroBatchLimits(prompts=2, tokens=None, multiple=1, packed=packed, share_prompts=share_prompts)
     weight_of: dict[int, float] = {}
@@ -223,10 +218,7 @@ def test_shards_in_fp8_are_multiples_of_16(tensor: int, sharded: bool, expected:
 def test_context_parallel_ranks_have_their_tokens_and_targets() -> None:
     tokens_BS = torch.tensor([[10, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22, 0, 0, 0, 0, 0]])
     labels_BS = torch.where((torch.arange(8) > 1) & (tokens_BS > 0), tokens_BS, -100)
-    positions_BS = torch.arange(8).expand_as(tokens_BS)
-    batch = SequenceBatch(
-        tokens_BS=tokens_BS, labels_BS=labels_BS, lengths_B=torch.tensor([8, 3]), positions_BS=positions_BS
-    )
+    batch = SequenceBatch(tokens_BS=tokens_BS, labels_BS=labels_BS, lengths_B=torch.tensor([8, 3]))
     limits = MicroBatchLimits(prompts=None, tokens=None, multiple=4, context_parallel=2)
     (first,), (second,) = (batch.micro_batches(limits, context_rank=rank) for rank in range(2))
     assert first.tokens_bs.tolist() == [[10, 11, 16, 17], [20, 21, 0, 0]]

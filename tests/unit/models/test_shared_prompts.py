@@ -37,7 +37,6 @@ def batch_of(examples: list[tuple[int, list[int]]]) -> SequenceBatch:
         tokens_BS=tokens_BS,
         labels_BS=labels_BS,
         lengths_B=torch.tensor([len(prompt) + len(answer) for prompt, answer in texts]),
-        positions_BS=torch.arange(width).expand_as(tokens_BS),
         answers=answers,
     )
 

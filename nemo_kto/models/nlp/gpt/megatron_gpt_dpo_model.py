@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import DPOBatch
-from nemo_kto.device import device
 from nemo_kto.distributed.collectives import gather_over_data_parallel, sum_over_data_parallel
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
-from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.engine import LogProbs, LogRatios, MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, add_work, upload_values
+from nemo_kto.models.preference_model import PreferenceModel, add_work, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTDPOModel(MegatronGPTModel):
+class MegatronGPTDPOModel(PreferenceModel):
     """Model for direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) and other pairwise losses."""
 
     sft_token_mean: bool = False  # average the SFT loss over the tokens of the global batch instead of over its pairs
@@ -35,10 +34,9 @@ class MegatronGPTDPOModel(MegatronGPTModel):
     @staticmethod
     def sequences(batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
         """Return the chosen answers, followed by the rejected ones, as one batch."""
-        tensor: Callable[[str], Any] = batch.get
-        keys = "{}", "{}_labels", "{}_lengths", "{}_position_ids", "{}_attention_mask"
-        answers = [SequenceBatch.of(*(tensor(key.format(name)) for key in keys)) for name in ("chosen", "rejected")]
-        pairs, alpha_P = SequenceBatch.answers_to_one_prompt(*answers), tensor("ld_alpha")
+        keys = "{}", "{}_labels", "{}_lengths"
+        answers = [SequenceBatch.of(*(batch[key.format(name)] for key in keys)) for name in ("chosen", "rejected")]
+        pairs, alpha_P = SequenceBatch.answers_to_one_prompt(*answers), batch.get("ld_alpha")
         return (pairs if alpha_P is None else pairs.desensitized(alpha_P),)
 
     def get_loss_and_metrics(self, batch: DPOBatch, forward_only: bool) -> tuple[float, Metrics]:
@@ -78,18 +76,16 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             weights_P=batch.get("weights", torch.ones(pairs)),
         )
         values |= self._rank_partners(answers, values)
-        if forward_only:
-            values["log_ratios_B"] = torch.zeros(len(answers), device=device.current_device())  # filled by the forward pass
-        micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale, weighted=trained.weights_BS is not None)
+        micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(
                 trained, micro_batch_loss, forward_only=forward_only, log_weights=self.use_weighting
             )
             evaluated = None
             if forward_only:
-                is_chosen_B = torch.arange(2 * pairs, device=values["log_ratios_B"].device) < pairs
                 is_valid_B = values["valid_B"].view(2, -1).all(dim=0).repeat(2)
-                evaluated = self.global_rewards(values["log_ratios_B"], is_chosen_B, is_valid_B, paired=True)
+                is_chosen_B = torch.arange(2 * pairs, device=is_valid_B.device) < pairs
+                evaluated = self.global_rewards(parts, is_chosen_B, is_valid_B, paired=True)
             return self.global_metrics(
                 parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=preference_metrics, rewards=evaluated
             )
@@ -145,26 +141,20 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         return sums_p / (counts_p + prompt_counts_p).clamp(min=1) if average else sums_p
 
     def _micro_batch_loss(
-        self, values: Mapping[str, Tensor], sft_scale: Tensor, sequence_index_b: Tensor, logps: Tensor, *, weighted: bool
+        self, values: Mapping[str, Tensor], sft_scale: Tensor, sequence_index_b: Tensor, logprobs: LogProbs
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch; ``values`` are those of all pairs.
+        """Return the loss of a micro-batch, from the log-probs of chosen, then rejected answers.
 
-        ``logps`` are the log-probs [b] of chosen, then rejected answers; if they are ``weighted``, followed by those without
-        weights, unless ``sft_completion_only`` by those of their prompts, and with ``use_weighting`` by the log-weights.
+        ``values`` are those of all pairs.
         """
-        objective = self.objective
-        rest = iter(logps.tensor_split(1 + weighted + (not self.sft_completion_only) + self.use_weighting))
-        logps_b = next(rest)
-        unweighted_b = next(rest) if weighted else logps_b
-        prompt_p = None if self.sft_completion_only else next(rest).tensor_split(2)[0]
+        objective, logps_b = self.objective, logprobs.response_b
+        prompt_p = None if self.sft_completion_only else logprobs.prompt_b.tensor_split(2)[0]
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # the index of a pair is that of its chosen answer
         reference_b = values["reference_logps_B"][sequence_index_b] if self.uses_reference else None
         # log-probs in place of log-ratios for a loss without a reference
         log_ratios_b = logps_b if reference_b is None else logps_b - reference_b
-        if "log_ratios_B" in values:
-            values["log_ratios_B"][sequence_index_b] = log_ratios_b
         chosen_p, rejected_p = log_ratios_b.tensor_split(2)
-        chosen_logps_p, rejected_logps_p = unweighted_b.tensor_split(2)
+        chosen_logps_p, rejected_logps_p = logprobs.unweighted_b.tensor_split(2)
         inputs = {name: values[name][pair_index_p] for name in objective.loss.inputs & values.keys()}
         arguments: dict[str, Any] = {"beta": objective.beta, **inputs, **objective.options}
         losses_p = {
@@ -173,7 +163,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         }
         means_p: dict[str, Tensor] = {}
         if self.use_weighting:
-            pair_weights_p = next(rest).view(2, -1).sum(dim=0).exp()
+            pair_weights_p = logprobs.log_weight_b.view(2, -1).sum(dim=0).exp()
             losses_p = {name: pair_weights_p * each_p for name, each_p in losses_p.items()}
             means_p["wpo_weight_mean"] = pair_weights_p
         first_p, *others_p = (weight * losses_p[name] for name, (_, weight) in objective.loss.terms.items())
@@ -197,5 +187,6 @@ class MegatronGPTDPOModel(MegatronGPTModel):
                 valid_P=chosen_valid_p & rejected_valid_p,
                 beta=objective.beta,
                 means_P=means_p,
-            )
+            ),
+            LogRatios(sequence_index_b, log_ratios_b.detach()),
         )

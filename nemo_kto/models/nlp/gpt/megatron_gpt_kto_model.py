@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import KTOBatch
-from nemo_kto.device import device
 from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
-from nemo_kto.losses.metrics import Metrics, RunningMean
-from nemo_kto.losses.rewards import without_rounding_errors
-from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.losses.metrics import Metrics, RunningMean, without_rounding_errors
+from nemo_kto.models.engine.engine import LogProbs, LogRatios, MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, add_work, upload_values
+from nemo_kto.models.preference_model import PreferenceModel, add_work, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTKTOModel(MegatronGPTModel):
+class MegatronGPTKTOModel(PreferenceModel):
     """Model for Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
     One step over a global batch: a forward-only pass over the KL examples gives the reference point z0; then the samples run
@@ -36,7 +34,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
     _rewards: RunningMean = field(init=False, default_factory=RunningMean)  # over all training examples so far, for delta
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum and number of the rewards for a loss with delta; see :meth:`MegatronGPTModel.state_dict`."""
+        """Return the sum and number of the rewards for a loss with delta; see :meth:`PreferenceModel.state_dict`."""
         return {"rewards": asdict(self._rewards)} if self.objective.loss.needs_delta else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -47,17 +45,16 @@ class MegatronGPTKTOModel(MegatronGPTModel):
     @staticmethod
     def sequences(batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
         """Return the samples, then the KL examples, if any."""
-        samples = "samples", "sample_labels", "sample_lengths", "position_ids", "attention_mask"
-        kl_samples = "kl_samples", "kl_sample_labels", "kl_sample_lengths", "kl_position_ids", "kl_attention_mask"
-        tensor: Callable[[str], Any] = batch.get
-        return tuple(SequenceBatch.of(*map(tensor, keys)) for keys in (samples, kl_samples) if keys[0] in batch)
+        samples = "samples", "sample_labels", "sample_lengths"
+        kl_samples = "kl_samples", "kl_sample_labels", "kl_sample_lengths"
+        return tuple(SequenceBatch.of(*(batch[key] for key in keys)) for keys in (samples, kl_samples) if keys[0] in batch)
 
     def get_loss_and_metrics(self, batch: KTOBatch, forward_only: bool) -> tuple[float, Metrics]:
         """Compute loss and :func:`kto_metrics` of one step over the global batch, identical on every rank.
 
         ``batch`` has this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
         ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` neither gradients nor delta are changed, and the
-        metrics include those of :class:`~nemo_kto.losses.rewards.Rewards`.
+        metrics include those of :class:`~nemo_kto.losses.metrics.Rewards`.
 
         All sums over the global batch are 0-d tensors on the device, known to every pipeline stage; only the rewards are
         copied to the host.
@@ -104,8 +101,6 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             delta = torch.full_like(batch_sums["valid"], self._rewards.mean)
             anchor["delta"] = delta.float()
             batch_sums |= {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
-        if forward_only:
-            values["log_ratios_B"] = torch.zeros(len(samples), device=device.current_device())  # filled by the forward pass
         sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
         micro_batch_loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
         with self.phase("forward_backward"):
@@ -113,7 +108,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             evaluated = None
             if forward_only:
                 is_desirable_B, is_valid_B = values["desirable_B"], values["valid_B"]
-                evaluated = self.global_rewards(values["log_ratios_B"], is_desirable_B, is_valid_B, paired=False)
+                evaluated = self.global_rewards(parts, is_desirable_B, is_valid_B, paired=False)
             return self.global_metrics(
                 parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=kto_metrics, rewards=evaluated
             )
@@ -124,15 +119,13 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         anchor: Mapping[str, Tensor],
         sft_scale: Tensor,
         sequence_index_b: Tensor,
-        logps_b: Tensor,
+        logprobs: LogProbs,
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch, from the log-probs [b] of its sequences; ``values`` are those of all samples."""
-        objective = self.objective
+        """Return the loss of a micro-batch, from the log-probs of its sequences; ``values`` are those of all samples."""
+        objective, logps_b = self.objective, logprobs.response_b
         log_ratios_b = logps_b  # for a loss without a reference, the log-probs themselves
         if self.uses_reference:
             log_ratios_b = logps_b - values["reference_logps_B"][sequence_index_b]
-        if "log_ratios_B" in values:
-            values["log_ratios_B"][sequence_index_b] = without_rounding_errors(log_ratios_b, logps_b)
         desirable_b = values["desirable_B"][sequence_index_b]
         kto_b = objective.loss.function(
             log_ratios_b,
@@ -159,5 +152,6 @@ class MegatronGPTKTOModel(MegatronGPTModel):
                 desirable_N=desirable_b,
                 valid_N=values["valid_B"][sequence_index_b],
                 beta=objective.beta,
-            )
+            ),
+            LogRatios(sequence_index_b, without_rounding_errors(log_ratios_b, logps_b).detach()),
         )

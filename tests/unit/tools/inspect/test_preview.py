@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,9 @@ from nemo_kto.errors import UserError
 from nemo_kto.tools.inspect import preview_command as preview
 from nemo_kto.tools.inspect.data_preview import Marks
 from tests.helpers.messages import Message, assert_names, raises
+from tests.helpers.outputs import assert_output
 from tests.helpers.tiny_models import write_rows
 
-UNTEMPLATED = Message("Prompts", "model.data.apply_chat_template=true")
 USER, GOOD = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
@@ -38,107 +38,60 @@ def refused(*argv: str) -> list[str]:
     return str(error.value).splitlines()
 
 
-def test_unpaired_rows_with_their_kl_examples(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("rows.jsonl").write_text(
-        json.dumps({"messages": [USER, GOOD], "label": True, "id": 7})
-        + "\n\n"
-        + json.dumps({"prompt": "a: ", "response": "bcdefghij" * 5, "preference": "rejected"})
-        + "\n"
-        + json.dumps({"prompt": "c<|im_end|>: ", "completion": "d<|im_end|>e", "label": True})
-        + "\n"
-        + json.dumps({"prompt": "not shown", "completion": "f", "label": True})
-    )
-    assert shown(capsys, "rows.jsonl", "--model", model, "model.data.seq_length=32", "model.data.eod_mask_loss=true") == [
-        Message("rows.jsonl", f"{model}", "kto"),
-        Message("Marks", "prompt"),
-        Message("first", "used", "1"),
-        Message("first", "1 row", "special tokens", "remove"),
-        Message("KL", "examples", "first", "4", "training"),
-        "",
-        Message("1", "desirable", "21", "6", "27", "32"),
-        "  | <|im_start|>user",
-        "  | hi<|im_end|>",
-        "  | <|im_start|>assistant",
-        "  | [[hello<|im_end|>]]",
-        Message("KL", "example", "prompt", "answer", "3", "21", "11", "32"),
-        "  | [[bcdefghijbc]]",
-        "",
-        Message("3", "undesirable", "1", "31", "32", "prompt", "answer"),
-        "  |  [[bcdefghijbcdefghijbcdefghijbcde]]",
-        Message("KL", "example", "prompt", "answer", "4", "1", "5", "32"),
-        "  | [[d<|im_end|>]]{{e}}[[<|im_end|>]]",
-        "",
-        Message("4", "desirable", "8", "32"),
-        "  | c<|im_end|>: [[d<|im_end|>]]{{e}}[[<|im_end|>]]",
-        Message("KL", "example", "prompt", "answer", "5", "4", "2", "6", "32"),
-        "  | [[f<|im_end|>]]",
-    ]
+DPO = ["--algorithm", "dpo"]
+PAIR = {"prompt": "p", "chosen": " good", "rejected": " bad"}
+PLAIN = {"prompt": "hi", "response": "hello", "label": True}
+CASES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "unpaired": (
+        [
+            {"messages": [USER, GOOD], "label": True, "id": 7},
+            {"prompt": "a: ", "response": "bcdefghij" * 5, "preference": "rejected"},
+            {"prompt": "c<|im_end|>: ", "completion": "d<|im_end|>e", "label": True},
+            {"prompt": "not shown", "completion": "f", "label": True},
+        ],
+        ["model.data.seq_length=32"],
+    ),
+    "control-characters": ([{"prompt": "a\x1b[2J\tb\r", "completion": "c\x9b1m", "label": True}], ["--rows=1"]),
+    "pairs": ([PAIR, {**PAIR, "weight": 2.5}], [*DPO]),
+    "pairs-with-rewards": (
+        [PAIR, {**PAIR, "chosen_reward": 3.5, "rejected_reward": 1}],
+        [*DPO, "model.dpo.preference_loss=rpo_sq"],
+    ),
+    "pairs-as-examples": ([{**PAIR, "weight": 2.5}, PAIR], ["--rows=1"]),
+    "one-row": (
+        [{"question": "q", "answer": "a", "label": False}],
+        ["model.data.fields={prompt:question,response:answer}"],
+    ),
+    "no-kl-examples": ([PLAIN, PLAIN], ["--rows=1", "model.kto.preference_loss=apo_zero_unpaired"]),
+    "plain-text-with-the-template": ([PLAIN], ["model.data.apply_chat_template=true"]),
+    "messages": ([{**PLAIN, "prompt": [USER]}], []),
+    "rendered-already": ([{**PLAIN, "prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"}], []),
+    "first-global-batch": (
+        [{"prompt": f"p{number}", "response": "r", "label": True} for number in range(4)] + [{}],
+        ["model.global_batch_size=4", "--rows=1"],
+    ),
+}
 
 
-def test_rows_do_not_control_the_terminal(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("rows.jsonl").write_text(json.dumps({"prompt": "a\x1b[2J\tb\r", "completion": "c\x9b1m", "label": True}))
-    lines = shown(capsys, "rows.jsonl", "--model", model, "--rows", "1")
-    assert lines[-1] == r"  | a\x1b[2J" + "\t" + r"b\r[[c\x9b1m<|im_end|>]]"
+@pytest.mark.parametrize("name", CASES)
+def test_output(name: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, words = CASES[name]
+    write_rows(Path("rows.jsonl"), rows)
+    lines = shown(capsys, "rows.jsonl", "--model", model, *words)
+    assert_output(f"data-preview-{name}", "\n".join([*lines, ""]), MODEL=model)
 
 
-def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pair = {"prompt": "p", "chosen": " good", "rejected": " bad"}
-    write_rows(Path("pairs.jsonl"), [pair, {**pair, "chosen_reward": 3.5, "rejected_reward": 1}])
-    text = [Message("chosen", "1", "6", "7", "2048"), "  | p[[ good<|im_end|>]]"]
-    text += [Message("rejected", "1", "5", "6", "2048"), "  | [[ bad<|im_end|>]]"]
-    arguments = ("pairs.jsonl", "--model", model, "--algorithm", "dpo")
-    assert shown(capsys, *arguments, "--rows", "1")[3:] == ["", "line 1: a pair", *text]
-    with_rewards = shown(capsys, *arguments, "model.dpo.preference_loss=rpo_sq")[3:]
-    assert with_rewards == ["", "line 1: a pair, rewards 1 and 0", *text, "", "line 2: a pair, rewards 3.5 and 1", *text]
-    write_rows(Path("weights.jsonl"), [{**pair, "weight": 2.5}, pair])
-    with_weights = shown(capsys, "weights.jsonl", *arguments[1:])
-    assert [line for line in with_weights if line.startswith("line")] == ["line 1: a pair, weight 2.5", "line 2: a pair"]
-    with_weights = shown(capsys, "weights.jsonl", "--model", model, "--rows", "1")
-    assert [line[:28] for line in with_weights if line.startswith("line")] == [
-        "line 1: desirable, weight 2.",
-        "line 1: undesirable, weight ",
-    ]
-    # the same file in KTO: a pair is two examples, and both are answers to one prompt
-    lines = shown(capsys, "pairs.jsonl", "--model", model, "--rows", "1")
-    assert [line for line in lines if line.startswith(("line", "  KL"))] == [
-        Message("1", "desirable", "6", "7", "2048"),
-        Message("KL", "example", "prompt", "answer", "1", "5", "6", "2048"),
-        Message("1", "undesirable", "5", "6", "2048"),
-        Message("KL", "example", "prompt", "answer", "2", "1", "6", "7", "2048"),
-    ]
-
-
-def test_one_row_and_a_loss_without_kl_examples(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_rows(Path("rows.jsonl"), [{"question": "q", "answer": "a", "label": False}])
-    fields = "model.data.fields={prompt:question,response:answer}"
-    for override in ("model.kto.preference_loss=kto", "model.kto.preference_loss=apo_zero_unpaired"):
-        lines = shown(capsys, "rows.jsonl", "--model", model, fields, override)
-        assert lines[2:] == [UNTEMPLATED, "", Message("1", "undesirable", "2", "3", "2048"), "  | q[[a<|im_end|>]]"]
-
-
-def test_plain_text_with_the_chat_template(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_rows(Path("rows.jsonl"), [{"prompt": "hi", "response": "hello", "label": True}])
-    assert shown(capsys, "rows.jsonl", "--model", model)[2] == UNTEMPLATED
-    assert shown(capsys, "rows.jsonl", "--model", model, "model.data.apply_chat_template=true")[2:] == [
-        Message("Prompts", "model.data.apply_chat_template"),
-        "",
-        Message("1", "desirable", "21", "6", "27", "2048"),
-        "  | <|im_start|>user",
-        "  | hi<|im_end|>",
-        "  | <|im_start|>assistant",
-        "  | [[hello<|im_end|>]]",
-    ]
-    rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    for prompt in (rendered, [USER]):
-        write_rows(Path("rows.jsonl"), [{"prompt": prompt, "response": "hello", "label": True}])
-        assert shown(capsys, "rows.jsonl", "--model", model)[2] == ""
+def test_broken_rows_of_the_first_global_batch_are_refused(model: str) -> None:
+    write_rows(Path("rows.jsonl"), CASES["first-global-batch"][0])
+    with raises(UserError, "rows.jsonl:5"):
+        preview.main(["rows.jsonl", "--model", model])
 
 
 def test_colours_are_reset_at_the_end_of_a_line() -> None:
     marks = Marks(coloured=True)
     assert marks.mark("answer", "a\nb") == "\x1b[32ma\x1b[0m\n\x1b[32mb\x1b[0m"
     assert marks.mark("prompt", "a\n") == "\x1b[2ma\x1b[0m\n"
-    assert marks.legend() == "\x1b[2mprompt\x1b[0m, \x1b[32mtrained on\x1b[0m, \x1b[31mmasked\x1b[0m"
+    assert marks.legend() == "\x1b[2mprompt\x1b[0m, \x1b[32mtrained on\x1b[0m"
 
 
 def test_all_errors_together_without_those_of_the_machine(model: str) -> None:
@@ -160,16 +113,6 @@ def test_broken_rows_are_named_with_the_given_path(model: str) -> None:
         "1 broken row:",
         Message("rows.jsonl:1", "question", "prompt", "model.data.fields={prompt:question}"),
     ]
-
-
-def test_only_the_rows_of_one_global_batch_are_read(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"prompt": "p", "response": "r", "label": True}
-    write_rows(Path("rows.jsonl"), [{**row, "prompt": f"p{number}"} for number in range(4)] + [{}])
-    with raises(UserError, "rows.jsonl:5"):
-        preview.main(["rows.jsonl", "--model", model])
-    lines = shown(capsys, "rows.jsonl", "--model", model, "model.global_batch_size=4", "--rows", "1")
-    assert lines[3] == Message("KL", "4")
-    assert lines[-2] == Message("KL", "line 2")
 
 
 def test_invalid_numbers_of_rows(capsys: pytest.CaptureFixture[str]) -> None:

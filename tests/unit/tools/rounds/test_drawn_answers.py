@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.data.rows.records import RowError, TextOrMessages, pair_of_row, records_of_row
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.drawn import drawn_text, read_drawn
-from nemo_kto.data.tokens.message_content import TOKEN_IDS
+from nemo_kto.data.tokens.rendering import TOKEN_IDS
 from nemo_kto.errors import UserError
 from nemo_kto.tools.chat import chat_command as chat
 from nemo_kto.tools.rounds import compare_command as compare

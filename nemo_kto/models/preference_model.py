@@ -13,9 +13,8 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.distributed.collectives import from_last_stage, gather_over_data_parallel, global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
-from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
-from nemo_kto.losses.rewards import Rewards
-from nemo_kto.models.engine.engine import LogProbEngine, SequenceLoss
+from nemo_kto.losses.metrics import Derive, Metrics, Rewards, balance_metrics
+from nemo_kto.models.engine.engine import LogProbEngine, LogProbs, MicroBatchReport, SequenceLoss
 from nemo_kto.models.engine.reference import Phase, ReferencePolicy
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
@@ -48,7 +47,7 @@ def add_work(work: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> dict[
 
 
 @dataclass(kw_only=True, eq=False)
-class MegatronGPTModel:
+class PreferenceModel:
     """A policy with its objective and its reference; the engine runs the forward and backward passes."""
 
     engine: LogProbEngine
@@ -117,11 +116,18 @@ class MegatronGPTModel:
         counts_b = response_counts_b.clamp(min=1)
         return -logps_b / counts_b if average else -logps_b * counts_b
 
-    def global_rewards(self, log_ratios_B: Tensor, chosen_B: Tensor, valid_B: Tensor, *, paired: bool) -> Rewards:
+    def global_rewards(
+        self, parts: Sequence[MicroBatchReport], chosen_B: Tensor, valid_B: Tensor, *, paired: bool
+    ) -> Rewards:
         """Return the rewards of the valid examples of the global batch, on every rank; collective.
 
-        The arguments are those of this rank's sequences, on the device; only the last pipeline stage knows ``log_ratios_B``.
+        ``parts`` are the reports of the engine's ``forward_backward``, which only the last pipeline stage has; the other
+        arguments are those of this rank's sequences, on the device.
         """
+        log_ratios_B = torch.zeros(len(chosen_B), device=chosen_B.device)
+        for _, log_ratios in parts:
+            assert log_ratios is not None, "the loss of a preference model reports log-ratios"
+            log_ratios_B[log_ratios.sequence_index_b] = log_ratios.values_b
         rows_B3 = torch.stack([from_last_stage(log_ratios_B), chosen_B.float(), valid_B.float()], dim=1)
         log_ratios_N, chosen_N, valid_N = gather_over_data_parallel(rows_B3)[0].cpu().unbind(dim=1)
         rewards_N = self.objective.beta * log_ratios_N.double()
@@ -130,7 +136,7 @@ class MegatronGPTModel:
 
     def global_metrics(
         self,
-        parts: Sequence[Mapping[str, Tensor]],
+        parts: Sequence[MicroBatchReport],
         *,
         loss: SequenceLoss,
         batch_sums: dict[str, Tensor],
@@ -139,14 +145,14 @@ class MegatronGPTModel:
     ) -> tuple[float, Metrics]:
         """Return loss and metrics of the global batch, identical on every rank.
 
-        ``parts`` are the sums of each micro-batch, from the engine's ``forward_backward``; ``loss`` over no examples gives
-        the contribution of a stage without micro-batch losses. ``batch_sums`` are sums over the global batch that every
-        stage already has, 0-d float64 on the device; ``derive`` maps sums to metrics, which must include ``loss``;
-        ``rewards`` are those of the global batch, if its metrics include any of single examples.
+        ``parts`` are the reports of the engine's ``forward_backward``; ``loss`` over no examples gives the contribution of a
+        stage without micro-batch losses. ``batch_sums`` are sums over the global batch that every stage already has, 0-d
+        float64 on the device; ``derive`` maps sums to metrics, which must include ``loss``; ``rewards`` are those of the
+        global batch, if its metrics include any of single examples.
         """
         nothing = torch.zeros(0, device=device.current_device())
-        zeros = loss(nothing.long(), nothing).sums
-        sums = {name: sum((part[name] for part in parts), start=zero) for name, zero in zeros.items()}
+        zeros = loss(nothing.long(), LogProbs(nothing, nothing, nothing, nothing)).report.sums
+        sums = {name: sum((part.sums[name] for part in parts), start=zero) for name, zero in zeros.items()}
         self._local_loss = sums["loss_sum"]
         metrics = Metrics(
             to_host(global_sums(sums) | batch_sums) | self.engine.balance_sums(),
