@@ -32,7 +32,7 @@ from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import print_error, terminal_line, terminal_text
 
 if TYPE_CHECKING:
-    from nemo_kto.tools.inference.session import ChatModel
+    from nemo_kto.tools.inference.chat_model import ChatModel
 
 _BASE = "base"
 _STDIN = "-"
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> int:
-    from nemo_kto.tools.inference.session import Sampling, Session
+    from nemo_kto.tools.inference.chat_model import Sampling, Session
 
     sampling = Sampling(
         max_new_tokens=flags.max_new_tokens,
@@ -155,7 +155,7 @@ def load_models(named: Mapping[str, Path]) -> list[ChatModel]:
     bases = {label: base_of_adapters(folder) for label, folder in named.items()}
     gc.enable()  # `nemo-kto` disables it for commands that end soon
     with trials():
-        from nemo_kto.tools.inference.session import ChatModel, faster_dtype
+        from nemo_kto.tools.inference.chat_model import ChatModel, faster_dtype
 
         take_over()
         dtype = faster_dtype()

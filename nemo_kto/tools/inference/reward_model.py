@@ -14,8 +14,8 @@ from nemo_kto.data.tokens.chat_template import load_tokenizer
 from nemo_kto.data.tokens.template_trial import render_bounded
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
+from nemo_kto.tools.inference.chat_model import Message, to_device
 from nemo_kto.tools.inference.opening import open_model
-from nemo_kto.tools.inference.session import Message, to_device
 
 _KIND = "ForSequenceClassification"  # end of the names of its class in transformers
 

@@ -22,6 +22,7 @@ from nemo_kto.tools.inference.row_output import RowFile, open_rows
 from nemo_kto.tools.report.facts import interval_text, percent_text
 from nemo_kto.tools.rounds.answers import WEIGHTS, Sampled, find_tasks, messages_of, planned_answers, read_answers
 from nemo_kto.tools.rounds.comparing import Comparison, pair_answers, undecided_pairs
+from nemo_kto.tools.rounds.judge import Scorer
 from nemo_kto.tools.rounds.labelling import Question
 from nemo_kto.tools.rounds.options import (
     add_deciders,
@@ -32,7 +33,6 @@ from nemo_kto.tools.rounds.options import (
     rubric_hash,
 )
 from nemo_kto.tools.rounds.sample_command import add_drawing, check_drawing, check_template, drawing_settings, write_answers
-from nemo_kto.tools.rounds.scoring import Scorer
 from nemo_kto.tools.rounds.win_rate import WinRate, win_rate
 from nemo_kto.utils.text import terminal_line
 

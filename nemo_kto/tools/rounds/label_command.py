@@ -12,6 +12,7 @@ from nemo_kto.errors import UserError, plural
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.rounds.answers import read_answers
+from nemo_kto.tools.rounds.judge import Judge, Scorer, Scores
 from nemo_kto.tools.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.tools.rounds.options import (
     add_deciders,
@@ -21,7 +22,6 @@ from nemo_kto.tools.rounds.options import (
     report_undecided,
     rubric_hash,
 )
-from nemo_kto.tools.rounds.scoring import Judge, Scorer, Scores
 from nemo_kto.tools.rounds.terminal import label_in_terminal, require_terminal
 from nemo_kto.utils.text import terminal_line
 

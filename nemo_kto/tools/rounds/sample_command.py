@@ -92,7 +92,7 @@ def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: 
     """Yield the answers to each prompt, which are drawn as one batch with a seed of the prompt."""
     check_template(folder, tasks)
     (model,) = load_models({label: folder})
-    from nemo_kto.tools.inference.session import Sampling
+    from nemo_kto.tools.inference.chat_model import Sampling
 
     changed = total = 0
     for given in tasks:

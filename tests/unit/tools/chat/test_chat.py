@@ -17,7 +17,7 @@ from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
 from nemo_kto.tools.chat.chat_command import find_model, main
-from nemo_kto.tools.inference.session import ChatModel, Sampling
+from nemo_kto.tools.inference.chat_model import ChatModel, Sampling
 from nemo_kto.tools.rounds.answers import text_of
 from tests.helpers.messages import Message, raises
 from tests.helpers.run_folders import write_run
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
 
 
 def answers(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def test_a_template_of_models_with_images_gets_parts(
 def test_an_interrupt_ends_the_answer_and_keeps_its_text(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_kto.tools.inference.session import _Stream
+    from nemo_kto.tools.inference.chat_model import _Stream
 
     put: Callable[..., None] = _Stream.put
 

@@ -36,7 +36,7 @@ OTHER = ["Water.", "A lake.", "Yes.", "Never"]
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     name = f"scores_{os.getpid()}_{time.monotonic_ns()}"

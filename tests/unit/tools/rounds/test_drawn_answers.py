@@ -160,7 +160,7 @@ DRAWN = (
 @pytest.fixture
 def with_channels(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[list[int]]]:
     """A model with the template of gpt-oss that draws two answers in turn, and their tokens."""
-    monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(small_model, folder)

@@ -24,7 +24,7 @@ SHORT = ["-n", "3", "--max-new-tokens", "8", "--seed", "5"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
     monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.01)
 
 
