@@ -119,3 +119,13 @@ def mixture_name(weights: Mapping[str, object]) -> str:
         '0.8 dpo + 0.2 bco_pair'
     """
     return " + ".join(f"{weight} {name}" for name, weight in weights.items())
+
+
+def percent_text(share: float) -> str:
+    """Format a share: "62.5 %"."""
+    return f"{share:.1%}".replace("%", " %")
+
+
+def interval_text(interval: tuple[float, float]) -> str:
+    """Format an interval of shares, in percent: "[54.0, 70.1]"."""
+    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"

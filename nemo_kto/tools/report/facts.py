@@ -16,6 +16,7 @@ from nemo_kto.errors import plural
 from nemo_kto.records.run_record import RUNNING, ComparisonResult, RunRecord
 from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.utils.text import interval_text, percent_text
 
 MODEL, DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _ROWS = {"training": DATA, "validation": "validation rows"}  # key of their content hash in run.json
@@ -395,16 +396,6 @@ def unique_names(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
 def metric_text(name: str, value: float, digits: int = 4) -> str:
     """Format the value of a metric: an AUC with three digits after the point, others by :func:`number_text`."""
     return f"{value:.3f}" if name.endswith("auc") else number_text(value, digits)
-
-
-def percent_text(share: float) -> str:
-    """Format a share: "62.5 %"."""
-    return f"{share:.1%}".replace("%", " %")
-
-
-def interval_text(interval: tuple[float, float]) -> str:
-    """Format an interval of shares, in percent: "[54.0, 70.1]"."""
-    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
 
 
 def number_text(value: float, digits: int = 4) -> str:

@@ -20,10 +20,10 @@ from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE, WRITTEN_BY
 from nemo_kto.errors import UserError, show
 from nemo_kto.records.run_record import COMPARISONS_FILE, ComparisonResult, read_run, record_comparison
 from nemo_kto.tools.inference.reward_model import RewardModel
-from nemo_kto.tools.report.facts import interval_text, percent_text
 from nemo_kto.tools.report.report_page import content_of
 from nemo_kto.tools.rounds import compare_command as compare
 from nemo_kto.tools.rounds import sample_command as sample
+from nemo_kto.utils.text import interval_text, percent_text
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import OpenAIServer, serving
 from tests.helpers.run_folders import healthy, write_run

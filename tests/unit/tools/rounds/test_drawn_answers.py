@@ -214,7 +214,7 @@ def test_a_chat_goes_on_after_an_answer_with_thoughts(
     """The template refuses the marks of its channels in the content of a message."""
     model, _ = with_channels
     monkeypatch.setattr("sys.stdin", io.StringIO("Is 7 a prime?\nSure?\n"))
-    assert chat.main([str(model), "--json"]) == 0
+    chat.main([str(model), "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["answer"] for line in lines] == [DRAWN[0].removesuffix("<|return|>")] * 2
     assert lines[1]["message"]["content"] == "Yes."

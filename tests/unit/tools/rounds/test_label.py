@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import socket
 import struct
 import subprocess
@@ -14,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,52 +84,33 @@ def records(file: Path, *, as_pairs: bool) -> list[Any]:
     return found
 
 
-def in_terminal(keys: Sequence[str], words: list[object]) -> str:
-    """What the command shows on a terminal in which the keys are pressed, one after each question; killed without one."""
-    shown = ""
-    process, terminal = pty.fork()
-    if process == 0:
-        try:
-            sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
-            run(*words)
-        finally:
-            os._exit(0)
-    waiting = list(keys)
-    while True:
-        try:
-            chunk = os.read(terminal, 4096).decode()
-        except OSError:
-            break
-        shown += chunk
-        if shown.endswith("[q]uit "):
-            if not waiting:
-                os.kill(process, 9)
-                break
-            os.write(terminal, waiting.pop(0).encode())
-    os.waitpid(process, 0)
-    os.close(terminal)
-    return shown
-
-
-def test_thumbs_in_a_terminal_are_rows_for_training(answers_file: AnswersFile, tmp_path: Path) -> None:
+def test_a_person_labels_on_the_page_by_default(
+    answers_file: AnswersFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ends the command with the labels so far; the same one goes on, also after a kill within a line."""
     out = tmp_path / "thumbs.jsonl"
-    words: list[object] = [answers_file("Water.", "Mud \x1b[2J.", "Ice."), "--out", out, "--round", "2"]
-    # x, Down, Insert and Alt+B are no keys; the last question is not answered: the process is killed
-    shown = in_terminal(["x\x1b[B\x1b[2~\x1bOB\x1bbg", *"bugs"], words)
-    assert "\x1b[2J" not in shown
-    assert "user: And a\r\nriver?" in shown
-    assert "4 of 6" in shown
-    rows = read(out)
-    assert [(row["source"]["line"], row["source"]["index"], row["label"]) for row in rows] == [(1, 0, True), (1, 1, True)]
-    assert rows[0]["source"] == {"model": "m", "line": 1, "index": 0, "labeller": "person", "round": 2}
+    given: list[list[str]] = [["first", "undo", "skip", "first"], ["first", "second", "undo", "first", "quit"]]
+
+    def serve(page: PageServer) -> None:
+        for action in given.pop(0):
+            if action == "quit":
+                return
+            page.act(page.state()["key"], action)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageServer, "serve_forever", serve)
+    words = [answers_file("Water.", "Mud \x1b[2J.", "Ice."), "--out", out, "--round", "2"]
+    run(*words)
+    assert [(row["source"]["line"], row["source"]["index"], row["label"]) for row in read(out)] == [(1, 1, True)]
+    assert read(out)[0]["source"] == {"model": "m", "line": 1, "index": 1, "labeller": "person", "round": 2}
     with out.open("a") as file:
         file.write('{"prompt": [{"ro')  # as of a process that was killed while it wrote
-    assert "3 of 6" in in_terminal("bggbu", words), "the skipped one comes again; the last verdict is taken back"
-    assert [row["label"] for row in read(out)] == [True, True, False, True, True]
-    assert "no question is left" in in_terminal("bq", words)
-    found = records(out, as_pairs=False)
-    assert [record.desirable for record in found] == [True, True, False, True, True, False]
-    assert found[1].response == [{"role": "assistant", "content": "Mud \x1b[2J."}]
+    run(*words, "--page")
+    assert [(row["source"]["index"], row["label"]) for row in read(out)] == [(1, True), (0, True), (2, True)]
+    first, second = capsys.readouterr().out.split("Ctrl-C ends; every label is in the file at once.\n")[:2]
+    assert first.startswith("open http://127.0.0.1:")
+    assert f"{out}: 1 row: 1 good, 0 bad; 5 questions left, for which the same command asks again\n" in second
+    assert records(out, as_pairs=False)[0].response == [{"role": "assistant", "content": "Mud \x1b[2J."}]
 
 
 def test_pairs_are_shown_in_a_random_order_that_is_always_the_same(answers_file: AnswersFile, tmp_path: Path) -> None:
@@ -140,9 +120,12 @@ def test_pairs_are_shown_in_a_random_order_that_is_always_the_same(answers_file:
     assert len(questions) == 64, "equal answers are no pair"
     swapped = sum(question.answers[0].key > question.answers[1].key for question in questions)
     assert 20 < swapped < 44
-    out = tmp_path / "pairs.jsonl"
-    assert "answer 2:" in in_terminal("12q", [answers_file(), "--out", out, "--pairs"])
-    found, shown = records(out, as_pairs=True), pair_questions(read_answers(answers_file()))
+    out, shown = tmp_path / "pairs.jsonl", pair_questions(read_answers(answers_file()))
+    with open_rows(out, option="--out") as file:
+        labelling = Labelling(questions=shown, file=file, about={})
+        for verdict in (True, False):
+            labelling.answer(verdict)
+    found = records(out, as_pairs=True)
     assert [record.chosen[0]["content"] for record in found] == [shown[0].answers[0].text, shown[1].answers[1].text]
     assert sorted(read(out)[0]["source"]["index"]) == [0, 1]
 
@@ -257,7 +240,6 @@ def test_a_judge(answers_file: AnswersFile, tmp_path: Path, capsys: pytest.Captu
         (["--page", "--score", "a.b", "--judge", "x", "--threshold", "1"], ["--page and --score and --judge", "--rubric"]),
         (["--threshold", "1", "--model", "m"], ["--threshold", "--score", "--model", "--judge"]),
         (["--score", "a.b", "--pairs", "--threshold", "1"], ["--threshold", "--pairs", "leave it out"]),
-        ([], ["terminal", "--page", "--score"]),
         (["--score", "nowhere.f"], ["--score", "nowhere.f", "ModuleNotFoundError"]),
         (["--score", "os.name"], ["--score", "a function", "os.name"]),
         (["--score", "$SCORES.length"], ["--threshold", "numbers", "6"]),
@@ -330,10 +312,10 @@ def test_lines_that_are_no_answers(tmp_path: Path) -> None:
     ],
 )
 def test_rows_of_messages_that_are_none(prompt: Any, answer: Any, got: str, tmp_path: Path) -> None:
-    """They are refused before a question is shown on a page, in a terminal or to a judge."""
+    """They are refused before a question is shown on a page or to a judge."""
     row = {"prompt": prompt, "answer": answer, "model": "m", "line": 1, "index": 0}
     answers = write_rows(tmp_path / "answers.jsonl", [row])
-    for words in (["--page"], ["--score", "$SCORES.short"], ["--pairs", "--page"]):
+    for words in ([], ["--score", "$SCORES.short"], ["--pairs", "--page"]):
         with raises(UserError, f"{answers}:1: ", got):
             run(answers, "--out", tmp_path / "rows.jsonl", *words)
     assert not (tmp_path / "rows.jsonl").exists()

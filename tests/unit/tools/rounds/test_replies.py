@@ -12,7 +12,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.tools.rounds import endpoint
 from nemo_kto.tools.rounds import label_command as label
 from nemo_kto.tools.rounds import sample_command as sample
-from nemo_kto.tools.rounds.verdicts import read_verdict
+from nemo_kto.tools.rounds.judge import read_verdict
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows

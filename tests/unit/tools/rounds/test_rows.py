@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.errors import UserError
+from nemo_kto.tools.chat import session
+from nemo_kto.tools.chat.session import Collector
 from nemo_kto.tools.inference import row_output as rows
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.rounds import compare_command as compare
 from nemo_kto.tools.rounds import label_command as label
 from nemo_kto.tools.rounds import sample_command as sample
-from nemo_kto.tools.rounds import terminal
-from nemo_kto.tools.rounds.terminal import Collector
 from nemo_kto.utils import files, locks
 from tests.helpers.commands import environment
 from tests.helpers.messages import raises
@@ -221,7 +221,7 @@ def test_killed_again_and_again(
     """Killed before, within and after a write; a quarter as often, the disk is full; then the same command again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(terminal, "read_key", lambda keys, **_: "g")
+    monkeypatch.setattr(session, "read_key", lambda keys: "g")
     Path(f"scores_of_{tmp_path.name}.py").write_text("def even(prompt, answer):\n    return len(answer) % 2 == 0\n")
     for name, end in (("answers", ""), ("others", "!")):
         given = [
