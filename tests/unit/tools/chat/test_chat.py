@@ -137,9 +137,10 @@ def test_settings_are_those_of_the_model_and_then_those_of_the_command(
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.8, "top_k": 70}], ids=["all", "narrowed"])
 def test_answers_are_drawn_from_the_documented_distribution(
-    folders: tuple[Path, Path], tmp_path: Path, sampling: dict[str, Any]
+    folders: tuple[Path, Path], tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither settings of the model nor defaults of transformers count."""
+    monkeypatch.setattr(ChatModel, "_read", lambda *_: None)  # the text of 4,000 answers
     own = changed(folders[0], tmp_path / "own", do_sample=True, top_k=3, top_p=0.5, repetition_penalty=5.0, min_p=0.4)
     model, draws = ChatModel(label="", folder=own, dtype=torch.float32), 4000
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **sampling}
