@@ -14,8 +14,9 @@ def short(prompt: object, answer: str) -> bool:
     return len(answer) < 8
 
 
-def brief(prompt: object, answer: str) -> bool:
-    return len(answer) < 40
+def thoughtful(prompt: object, answer: str) -> bool:
+    """Thoughts are given as most models write them."""
+    return answer == "<think>\nSeven has no divisors.\n</think>\n\nYes."
 
 
 def even(prompt: object, answer: str) -> bool:

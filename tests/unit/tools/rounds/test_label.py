@@ -29,7 +29,7 @@ from nemo_kto.utils import locks
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows
-from tests.unit.tools.rounds.conftest import ANSWERS, SCORES, answers, full_disk, read, run, run_and_kill
+from tests.unit.tools.rounds.conftest import ANSWERS, SCORES, answers, full_disk, read, run
 
 OUT = Path("out.jsonl")
 BY_JUDGE = ["--rubric", "rubric.txt", "--judge"]
@@ -118,14 +118,6 @@ def test_labels_are_rows_for_training(name: str, capsys: pytest.CaptureFixture[s
             assert (asked, len(server.requests), body["temperature"]) == (8, 8 + 3, 0)
 
 
-def test_a_judge_chooses_between_two_answers() -> None:
-    file = answers("answers.jsonl", ANSWERS * 2, each=4)
-    with serving(lambda body: "B") as server:
-        run("label", file, *BY_JUDGE, server.url, "--pairs", "--concurrency", "1")
-    shown = pair_questions(read_answers(Path(file)))
-    assert verdicts() == [(pair.answers[1].text, pair.answers[0].text) for pair in shown]
-
-
 def test_a_person_labels_on_the_page_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,27 +164,6 @@ def test_pairs_are_shown_in_a_random_order_that_is_always_the_same() -> None:
     assert sorted(read(OUT)[0]["source"]["index"]) == [0, 1]
 
 
-def test_thoughts_stay_with_their_answers() -> None:
-    prompt = [{"role": "user", "content": "2 + 2?"}]
-    good = [{"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}]
-    bad = "It must be five, I think, although I have not counted."
-    other = [{"role": "assistant", "content": bad}]
-    shared = {"prompt": prompt, "model": "m", "line": 1}
-    file = write_rows(Path("answers.jsonl"), [{**shared, "answer": each, "index": i} for i, each in enumerate((good, bad))])
-    for words in ([], ["--pairs"]):
-        OUT.unlink(missing_ok=True)
-        for _ in range(2):  # the same command continues
-            run("label", file, "--score", f"{SCORES}.brief", *words)
-        found = records(as_pairs=bool(words))
-        if words:
-            assert [(pair.prompt, pair.chosen, pair.rejected) for pair in found] == [(prompt, good, other)]
-        else:
-            assert [(one.prompt, one.response, one.desirable) for one in found] == [
-                (prompt, good, True),
-                (prompt, other, False),
-            ]
-
-
 def test_calls_of_earlier_turns_are_shown_to_judges_and_on_the_page() -> None:
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "lake"}}}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -206,15 +177,6 @@ def test_calls_of_earlier_turns_are_shown_to_judges_and_on_the_page() -> None:
     for text in shown:
         assert "look_up" in text
         assert "None" not in text
-
-
-def test_a_killed_command_continues() -> None:
-    words = [answers("answers.jsonl", [f"answer {number}" for number in range(20)]), "--score", f"{SCORES}.short", "--out"]
-    run("label", *words, "whole.jsonl")
-    run_and_kill(run, "label", *words, "killed.jsonl", writes=9)
-    assert 0 < len(read(Path("killed.jsonl"))) < 20
-    run("label", *words, "killed.jsonl")
-    assert Path("killed.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
