@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
 import os
 import resource
 import signal
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 from nemo_kto.tools.rounds import compare_command, endpoint, label_command, sample_command
 from tests.helpers.tiny_models import make_checkpoint, write_rows
 
+_tls_context = functools.cache(ssl.create_default_context)  # reading its certificates takes longer than most tests
 COMMANDS = {"sample": sample_command, "label": label_command, "compare": compare_command}
 PROMPTS: list[dict[str, Any]] = [{"prompt": "What is a lake?"}, {"messages": [{"role": "user", "content": "And a\nriver?"}]}]
 SCORES = "tests.unit.tools.rounds.scores"  # module of the functions
@@ -83,15 +86,15 @@ def run_and_kill(run: Callable[..., None], *words: object, writes: int) -> None:
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working folder with a rubric, models in fp32, and servers that are asked again soon."""
+    """An empty working folder with a rubric, and servers that are asked again soon."""
     monkeypatch.chdir(tmp_path)
     Path("rubric.txt").write_text("Good answers are short.")
-    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
     monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(ssl, "create_default_context", _tls_context)
 
 
 @pytest.fixture(scope="session")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -99,6 +102,13 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 256,
     }
     return make_checkpoint(tmp_path_factory.mktemp("models") / "small", "llama", **sizes)
+
+
+@pytest.fixture
+def small_model(small_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that answers in fp32."""
+    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
+    return small_model_folder
 
 
 @pytest.fixture
