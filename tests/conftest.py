@@ -88,11 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def one_trial() -> Iterator[None]:
     """The interpreter that tries models is started once, and not by each test that opens one."""
-    from nemo_kto.tools.chat import chat_command as chat
-    from nemo_kto.tools.inference import opening
+    from nemo_kto.tools.inference import named_models, opening
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "trial", SimpleNamespace(start=opening.trial.start, close=lambda: 0))
+        patch.setattr(named_models, "trial", SimpleNamespace(start=opening.trial.start, close=lambda: 0))
         yield
     opening.trial.close()
 

@@ -133,8 +133,8 @@ PACKAGES = {
         only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
     ),
     "tools/inference": Package(
-        own=names("device data model_files utils"),
-        outside=names("torch transformers"),
+        own=names("cli config device data model_files telemetry utils"),  # config: the saved configuration of a run
+        outside=names("click torch transformers"),
         never=names("torch.distributed torch.cuda"),
         only_in=(("peft", names("opening.py")),),
     ),

@@ -26,6 +26,7 @@ class OpenAIServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64  # a connection above it would wait for a second
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.models = answer, ["served"]
@@ -78,7 +79,7 @@ def serving(answer: Answer, failures: Sequence[int] = ()) -> Iterator[OpenAIServ
     """Serve for the block."""
     server = OpenAIServer(answer)
     server.failures += failures
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True)
     thread.start()
     try:
         yield server

@@ -16,7 +16,8 @@ from nemo_kto.data.rows.data_sources import read_data_prefix
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.drawn import DrawnAnswer
 from nemo_kto.telemetry.console import set_up_logging
-from nemo_kto.tools.inference.session import Answer, Session
+from nemo_kto.tools.chat.session import Session
+from nemo_kto.tools.inference.chat_model import Answer
 from nemo_kto.tools.inspect import check_data_command as check
 from nemo_kto.tools.report import report_command as report
 from nemo_kto.utils.text import html_text, markdown_code, markdown_text, terminal_line, terminal_text

@@ -157,7 +157,7 @@ def place(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, an adapter on it, another model, and files for all commands."""
     monkeypatch.chdir(here)
     monkeypatch.setattr(job.Job, "_train", started)
-    monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
     monkeypatch.setattr(rendering, "MAX_SECONDS", 0.5)
     monkeypatch.syspath_prepend(here)
     (here / "scores.py").write_text("def length(prompt, answer):\n    return len(answer)\n")

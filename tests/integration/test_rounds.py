@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.tools.inference.session import Answer, ChatModel
+from nemo_kto.tools.inference.chat_model import Answer, ChatModel
 from nemo_kto.tools.rounds import compare_command as compare
 from nemo_kto.tools.rounds import label_command as label
 from nemo_kto.tools.rounds import sample_command as sample

@@ -19,8 +19,8 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.hf_weights import check_weights
 from nemo_kto.model_files.safetensors_files import INDEX
 from nemo_kto.run.policy import export_checkpoint
+from nemo_kto.tools.inference.chat_model import ChatModel
 from nemo_kto.tools.inference.reward_model import RewardModel
-from nemo_kto.tools.inference.session import ChatModel
 from tests.helpers import hf_jobs, hf_models, lora_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message, assert_names, raises

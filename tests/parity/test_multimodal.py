@@ -27,7 +27,7 @@ from nemo_kto.huggingface.hf_weights import check_weights
 from nemo_kto.model_files.adapter_files import beginning_of
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.run.policy import Policy, export_checkpoint
-from nemo_kto.tools.inference.session import ChatModel
+from nemo_kto.tools.inference.chat_model import ChatModel
 from tests.helpers import hf_jobs, hf_models, lora_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import assert_names, raises

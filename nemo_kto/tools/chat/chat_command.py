@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import io
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.cli import integer_from, number
-from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
-from nemo_kto.data.tokens.rendering import renderer
-from nemo_kto.device import device
 from nemo_kto.errors import UserError
-from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
-from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, best_of, find_checkpoints, is_checkpoint
-from nemo_kto.model_files.hub import HUB, is_hub_name, local_folder, pin
-from nemo_kto.model_files.model_folders import is_peft_folder, is_whole_model, remedy_for_missing
-from nemo_kto.model_files.safetensors_files import is_our_model
-from nemo_kto.processes import ranks
-from nemo_kto.telemetry.console import take_over
-from nemo_kto.tools.inference.opening import trial
+from nemo_kto.tools.chat.session import Collector, Session, require_terminal
+from nemo_kto.tools.inference.named_models import START, find_model, load_models, starting_model
 from nemo_kto.tools.inference.row_output import open_rows
-from nemo_kto.tools.rounds.terminal import Collector, require_terminal
-from nemo_kto.utils.files import read_json
-from nemo_kto.utils.text import print_error, terminal_line, terminal_text
+from nemo_kto.tools.inference.sampling import Sampling, check_sampling
+from nemo_kto.tools.inference.sampling_options import add_sampling
+from nemo_kto.utils.text import terminal_line, terminal_text
 
 if TYPE_CHECKING:
-    from nemo_kto.tools.inference.session import ChatModel
+    from nemo_kto.tools.inference.chat_model import ChatModel
 
-_BASE = "base"
 _STDIN = "-"
 _DESCRIPTION = """\
 Talk with a model: type a prompt, or give prompts with -p. The chat template and the generation settings are those of the
@@ -42,8 +28,8 @@ model's folder. Commands: /reset, /system TEXT, /help, /quit; Ctrl-C stops an an
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit status; raise UserError if a model cannot be used or a prompt be answered."""
+def main(argv: Sequence[str]) -> None:
+    """Run the command; raise UserError if a model cannot be used, or a prompt cannot be answered."""
     flags = _parser().parse_args(list(argv))
     check_sampling(flags)
     if flags.collect is not None:
@@ -54,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             )
     named = {flags.model: find_model("MODEL", flags.model)}
     if flags.against is not None:
-        against = _starting_model(named[flags.model]) if flags.against == _BASE else flags.against
+        against = starting_model(named[flags.model]) if flags.against == START else flags.against
         if against in named:
             raise UserError(f"--against must be another model than MODEL, got {against} for both; correct one")
         named[against] = find_model("--against", against)
@@ -66,12 +52,10 @@ def main(argv: Sequence[str]) -> int:
         collect = None
         if flags.collect is not None:
             collect = Collector(file=opened.enter_context(open_rows(Path(flags.collect), option="--collect")))
-        return _talk(flags, load_models(named), prompts, collect)
+        _talk(flags, load_models(named), prompts, collect)
 
 
-def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> int:
-    from nemo_kto.tools.inference.session import Sampling, Session
-
+def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> None:
     sampling = Sampling(
         max_new_tokens=flags.max_new_tokens,
         temperature=flags.temperature,
@@ -85,14 +69,13 @@ def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Seque
             print(f"> {terminal_text(prompt)}", flush=True)
         session.reset()
         if not session.say(prompt):
-            return ranks.INTERRUPTED
+            raise KeyboardInterrupt
     if not prompts:
         if sys.stdin.isatty() and sys.stdout.isatty():
             for model in models:
                 print(terminal_line(f"{model.label}: {model.describe()}"))
             print("/help lists the commands, Ctrl-D ends.")
         session.talk()
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     model = "a run folder, a checkpoint, a model or adapters in Hugging Face format, or hf:ORGANISATION/NAME"
     parser.add_argument("model", metavar="RUN|MODEL", help=model)
     against = "also answer with this model; without BASE, with the model that the run started from"
-    parser.add_argument("--against", nargs="?", const=_BASE, metavar="BASE", help=against)
+    parser.add_argument("--against", nargs="?", const=START, metavar="BASE", help=against)
     prompt = "answer this prompt and end; - reads it from stdin; each -p is a conversation of its own"
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help=prompt)
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
@@ -114,112 +97,3 @@ def _parser() -> argparse.ArgumentParser:
         parser, length=length, temperature="0 takes the most probable token", seed="draw every answer with this seed"
     )
     return parser
-
-
-def add_sampling(parser: argparse.ArgumentParser, *, length: str, temperature: str, seed: str) -> None:
-    """Add the options of generation with their descriptions."""
-    parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
-    from_zero = number("of at least 0", lambda value: value >= 0)
-    parser.add_argument("--temperature", type=from_zero, metavar="T", help=temperature)
-    top_p = "draw from the most probable tokens whose probabilities sum to P"
-    probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
-    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p)
-    top_k = "draw from the K most probable tokens; 0: from all"
-    parser.add_argument("--top-k", type=integer_from(0), metavar="K", help=top_k)
-    parser.add_argument("--seed", type=integer_from(0), metavar="N", help=seed)
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
-
-
-def check_sampling(flags: argparse.Namespace) -> None:
-    """Select the device of the options; UserError if they contradict each other or the machine."""
-    for option, value, everything in (("--top-p", flags.top_p, 1), ("--top-k", flags.top_k, 0)):
-        if flags.temperature == 0 and value not in (None, everything):
-            raise UserError(f"{option} must be used with a temperature above 0, got --temperature 0; leave one out")
-    if flags.device == "cpu":
-        device.force_cpu()
-    elif flags.device == "gpu" and not device.device_count():
-        raise UserError("--device must be cpu or auto on a machine without a GPU, got gpu; leave it out")
-
-
-@contextlib.contextmanager
-def trials() -> Iterator[None]:
-    """Start the processes that try models and render templates while this one imports libraries; end that of models."""
-    with contextlib.closing(trial):
-        trial.start()
-        renderer.start()
-        yield
-
-
-def load_models(named: Mapping[str, Path]) -> list[ChatModel]:
-    """Load the models in the folders that :func:`find_model` has found, by their names in the output."""
-    bases = {label: base_of_adapters(folder) for label, folder in named.items()}
-    gc.enable()  # `nemo-kto` disables it for commands that end soon
-    with trials():
-        from nemo_kto.tools.inference.session import ChatModel, faster_dtype
-
-        take_over()
-        dtype = faster_dtype()
-        return [ChatModel(label=label, folder=folder, base=bases[label], dtype=dtype) for label, folder in named.items()]
-
-
-def find_model(argument: str, name: str) -> Path:
-    """Return the Hugging Face or PEFT folder of a model; a checkpoint, or a run without an export, is exported first."""
-    if is_hub_name(name):
-        try:
-            return local_folder(pin(name))
-        except UserError as error:
-            raise UserError(f"{argument} {error}") from None
-    folder = Path(name).expanduser()
-    if is_checkpoint(folder):
-        return _export(folder, folder.absolute().parent.parent / f"hf_{folder.name}")
-    if is_whole_model(folder) or is_peft_folder(folder):
-        return folder
-    config = read_saved(folder / CONFIG_FILE)
-    exports, recorded = [folder / "hf"], str(config.get("exp_manager.explicit_log_dir", ""))
-    if Path(recorded).resolve() == folder.resolve():  # otherwise this is a copy, and export.path is the original's
-        exports.append(Path(str(config.get("export.path", ""))))
-    for exported in exports:
-        if is_our_model(exported):
-            return exported
-    if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
-        kinds = f"a run folder with a checkpoint or an export, or a model folder (with {CONFIG} or {ADAPTER_CONFIG})"
-        remedy = remedy_for_missing(folder, f"correct the path, or write {HUB}ORGANISATION/NAME for a model of the hub")
-        if config:
-            remedy = "this run has neither yet; start its command again, until it has saved a checkpoint"
-        raise UserError(f"{argument} must be {kinds}, got {name}; {remedy}")
-    best = None
-    if config.get("export.which") == "best":
-        monitor, mode = (str(config.get(f"exp_manager.checkpoint_callback_params.{key}")) for key in ("monitor", "mode"))
-        best = best_of(checkpoints, monitor=monitor, mode=mode)
-    return _export((best or checkpoints[-1]).folder, folder / "hf")
-
-
-def _export(checkpoint: Path, out: Path) -> Path:
-    """Export a checkpoint, in a process of its own, because an export uses the CPU."""
-    if is_our_model(out):
-        return out
-    print_error(f"nemo-kto: {checkpoint} is exported to {out} first")
-    command = [sys.executable, "-P", "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
-    if done.returncode:
-        raise UserError(f"{checkpoint} cannot be exported:\n{done.stderr.strip()}")
-    return out
-
-
-def _starting_model(folder: Path) -> str:
-    """Return the name of the model that a run started from, or of the base model of adapters."""
-    for run in (folder, *folder.absolute().parents[:2]):
-        if base := read_saved(run / CONFIG_FILE).get("pretrained_checkpoint.restore_from_path"):
-            return str(base)
-    if (base := base_of_adapters(folder)) is not None:
-        return str(base)
-    text = "must name a model if the folder of MODEL belongs to no run, whose configuration names it"
-    raise UserError(f"--against {text}, got {_BASE}; e.g. --against {HUB}ORGANISATION/NAME")
-
-
-def base_of_adapters(folder: Path) -> Path | None:
-    """Return the folder of the base model of adapters in PEFT format; None for a whole model."""
-    if not is_peft_folder(folder):
-        return None
-    name = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
-    return find_model("the base model of the adapters", name if Path(name).is_dir() else f"{HUB}{name}")

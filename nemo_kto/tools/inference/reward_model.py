@@ -14,8 +14,8 @@ from nemo_kto.data.tokens.workers import LimitError, WorkError
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.tokenizer_files import has_chat_template
+from nemo_kto.tools.inference.chat_model import Message, to_device
 from nemo_kto.tools.inference.opening import open_model
-from nemo_kto.tools.inference.session import Message, to_device
 
 _KIND = "ForSequenceClassification"  # end of the names of its class in transformers
 

@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines, which a killed process leaves complete up to its last whole line."""
+"""Append-only files of rows as JSON lines, which a killed process leaves complete up to its last whole line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nemo_kto.data.rows.records import SOURCE, TextOrMessages
 from nemo_kto.errors import UserError, refuse_broken
 from nemo_kto.utils.files import MAX_LINE_BYTES, irregular, make_folder, read_lines
 from nemo_kto.utils.locks import lock_content, locked
 
 _START = b'{"prompt": '  # of every row
+PERSON = "person"  # the labeller of rows whose label a person gave
 
 
 class RowFile:
@@ -132,3 +134,10 @@ def open_rows(path: Path, *, option: str) -> Iterator[RowFile]:
                 f"{option} must be a file that can be written, got {path}: {error.strerror}; {remedy}"
             ) from error
         yield RowFile(path=path, file=file)
+
+
+def thumb_row(
+    prompt: TextOrMessages, answer: TextOrMessages, *, good: bool, source: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the row of a labelled answer; ``source``: model, labeller and more, which the training ignores."""
+    return {"prompt": prompt, "response": answer, "label": good, SOURCE: source}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,12 +14,12 @@ from nemo_kto.cli import aligned
 from nemo_kto.errors import UserError, error_of, plural
 from nemo_kto.model_files.content_hashes import quick_hash
 from nemo_kto.records.run_record import ComparisonResult, is_run, record_comparison
-from nemo_kto.telemetry.console import take_over
 from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.tools.chat.chat_command import check_sampling, find_model, trials
+from nemo_kto.tools.inference.named_models import find_model, load_reward_model
 from nemo_kto.tools.inference.row_output import RowFile, open_rows
+from nemo_kto.tools.inference.sampling import check_sampling
 from nemo_kto.tools.rounds.answers import WEIGHTS, Sampled, find_tasks, messages_of, planned_answers, read_answers
-from nemo_kto.tools.rounds.comparing import Comparison, pair_answers, undecided_pairs
+from nemo_kto.tools.rounds.judge import Scorer
 from nemo_kto.tools.rounds.labelling import Question
 from nemo_kto.tools.rounds.options import (
     add_deciders,
@@ -31,8 +30,7 @@ from nemo_kto.tools.rounds.options import (
     rubric_hash,
 )
 from nemo_kto.tools.rounds.sample_command import add_drawing, check_drawing, check_template, drawing_settings, write_answers
-from nemo_kto.tools.rounds.scoring import Scorer
-from nemo_kto.tools.rounds.win_rate import WinRate, win_rate
+from nemo_kto.tools.rounds.win_rate import Comparison, WinRate, pair_answers, undecided_pairs, win_rate
 from nemo_kto.utils.text import interval_text, percent_text, terminal_line
 
 if TYPE_CHECKING:
@@ -171,16 +169,8 @@ def _decider(flags: argparse.Namespace) -> tuple[str, Decider]:
         rubric = read_rubric(flags.rubric)
         judge = make_judge(flags, rubric)
         return f"judge {judge.model}, rubric {rubric_hash(rubric)}", judge.votes
-    folder = find_model("--reward-model", flags.reward_model)
-    gc.enable()  # `nemo-kto` disables it for commands that end soon
-    with trials():
-        from nemo_kto.tools.inference.reward_model import RewardModel
-
-        take_over()
-        try:
-            return f"reward-model {flags.reward_model}", partial(_by_reward_model, RewardModel(folder=folder))
-        except UserError as error:
-            raise UserError(f"--reward-model {error}") from None
+    model = load_reward_model("--reward-model", flags.reward_model)
+    return f"reward-model {flags.reward_model}", partial(_by_reward_model, model)
 
 
 def _expected(name: str, given: str, flags: argparse.Namespace, drawing: Mapping[str, Any] | None) -> list[Sampled]:

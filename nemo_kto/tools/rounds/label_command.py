@@ -10,9 +10,10 @@ from pathlib import Path
 from nemo_kto.cli import integer_from, number
 from nemo_kto.errors import UserError, plural
 from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.tools.inference.row_output import open_rows
+from nemo_kto.tools.inference.row_output import PERSON, open_rows
 from nemo_kto.tools.rounds.answers import read_answers
-from nemo_kto.tools.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
+from nemo_kto.tools.rounds.judge import Judge, Scorer, Scores
+from nemo_kto.tools.rounds.labelling import Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.tools.rounds.options import (
     add_deciders,
     judge_mistakes,
@@ -21,13 +22,11 @@ from nemo_kto.tools.rounds.options import (
     report_undecided,
     rubric_hash,
 )
-from nemo_kto.tools.rounds.scoring import Judge, Scorer, Scores
-from nemo_kto.tools.rounds.terminal import label_in_terminal, require_terminal
 from nemo_kto.utils.text import terminal_line
 
 _DESCRIPTION = """\
-Label answers that nemo-kto sample has written: by keys in this terminal, on a local page (--page), by a function (--score),
-or by a model (--judge). Each label is a row for training, and is on disk before the next question; the same command
+Label answers that nemo-kto sample has written: on a page of this machine (--page, the default), by a function (--score), or
+by a model (--judge). Each label is a row for training, and is on disk before the next question; the same command
 continues. Skipped questions come again at the next start.
 """
 
@@ -61,10 +60,8 @@ def main(argv: Sequence[str]) -> None:
             _label_by_scores(labelling, scores, flags.threshold, pairs=flags.pairs)
         elif judge is not None:
             _label_by_judge(labelling, judge)
-        elif flags.page:
-            _label_on_page(labelling)
         else:
-            label_in_terminal(labelling)
+            _label_on_page(labelling)
         if judge is not None and labelling.left and not file.rows:
             got = f"got none on {plural(labelling.total, 'question')}"
             raise UserError(f"the judge must give a verdict on at least one question, {got}; remove the reason above")
@@ -120,8 +117,6 @@ def _check(flags: argparse.Namespace) -> None:
         mistakes.append(f"{text}, got {flags.threshold:g}; leave it out")
     if mistakes:
         raise UserError("\n  ".join(mistakes))
-    if not ways:
-        require_terminal("nemo-kto label", remedy="label with --page, --score or --judge instead")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,7 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
     pairs = "which of two answers is better, shown in random order; with --score, the best against the worst"
     parser.add_argument("--pairs", action="store_true", help=pairs)
-    parser.add_argument("--page", action="store_true", help="label on a page of this machine, whose address is printed")
+    parser.add_argument(
+        "--page", action="store_true", help="label on a page of this machine, whose address is printed (default)"
+    )
     add_deciders(parser)
     threshold = number("that is finite", lambda value: True)
     parser.add_argument("--threshold", type=threshold, metavar="X", help="an answer with a score of at least X is good")

@@ -32,6 +32,7 @@ class PageServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64  # a connection above it would wait for a second
 
     def __init__(self, *, labelling: Labelling) -> None:
         self._labelling, self._token, self._lock = labelling, secrets.token_urlsafe(16), threading.Lock()

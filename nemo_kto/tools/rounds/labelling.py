@@ -10,18 +10,10 @@ from typing import Any
 
 from nemo_kto.data.rows.records import SOURCE, Row, TextOrMessages
 from nemo_kto.errors import UserError, show
-from nemo_kto.tools.inference.row_output import RowFile
+from nemo_kto.tools.inference.row_output import RowFile, thumb_row
 from nemo_kto.tools.rounds.answers import VARIABLES, Sampled
 
 _SETTINGS = ("round", "threshold", "rubric")  # in the source of a row, beside the labeller
-PERSON = "person"  # the labeller of rows by keys or on the page
-
-
-def thumb_row(
-    prompt: TextOrMessages, answer: TextOrMessages, *, good: bool, source: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the row of a labelled answer; ``source``: model, labeller and more, which the training ignores."""
-    return {"prompt": prompt, "response": answer, "label": good, SOURCE: source}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from nemo_kto.utils.text import print_error
 
 if TYPE_CHECKING:
     from nemo_kto.tools.rounds.endpoint import Endpoint
+    from nemo_kto.tools.rounds.judge import Judge
     from nemo_kto.tools.rounds.labelling import Question
-    from nemo_kto.tools.rounds.scoring import Judge
 
 _CONCURRENCY = 8  # default of the requests to a server at the same time
 _LEFT_OUT = ("max_tokens", "seed", "temperature")
@@ -69,7 +69,7 @@ def rubric_hash(rubric: str) -> str:
 
 def make_judge(flags: argparse.Namespace, rubric: str) -> Judge:
     """Return the judge of the options; UserError if its server cannot be used."""
-    from nemo_kto.tools.rounds.scoring import Judge
+    from nemo_kto.tools.rounds.judge import Judge
 
     return Judge(endpoint=make_endpoint(flags, "judge"), rubric=rubric)
 

@@ -15,8 +15,10 @@ from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.model_files.content_hashes import quick_hash
 from nemo_kto.model_files.tokenizer_files import has_chat_template
 from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.tools.chat.chat_command import add_sampling, base_of_adapters, check_sampling, find_model, load_models
+from nemo_kto.tools.inference.named_models import base_of_adapters, find_model, load_models
 from nemo_kto.tools.inference.row_output import open_rows
+from nemo_kto.tools.inference.sampling import Sampling, check_sampling
+from nemo_kto.tools.inference.sampling_options import add_sampling
 from nemo_kto.tools.rounds.answers import WEIGHTS, Task, find_tasks, text_of
 from nemo_kto.tools.rounds.options import add_server, make_endpoint, server_mistakes
 from nemo_kto.utils.text import print_error, terminal_line
@@ -92,8 +94,6 @@ def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: 
     """Yield the answers to each prompt, which are drawn as one batch with a seed of the prompt."""
     check_template(folder, tasks)
     (model,) = load_models({label: folder})
-    from nemo_kto.tools.inference.session import Sampling
-
     changed = total = 0
     for given in tasks:
         task = replace(given, prompt=given.messages) if model.has_template else given

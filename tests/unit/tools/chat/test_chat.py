@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
+import select
 import shutil
+import sys
+import termios
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +22,11 @@ import torch
 
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.safetensors_files import INDEX, WRITTEN_BY
-from nemo_kto.processes.ranks import INTERRUPTED
-from nemo_kto.tools.chat.chat_command import find_model, main
-from nemo_kto.tools.inference.session import ChatModel, Sampling
+from nemo_kto.tools.chat.chat_command import main
+from nemo_kto.tools.chat.session import Collector
+from nemo_kto.tools.inference.chat_model import ChatModel, Sampling
+from nemo_kto.tools.inference.named_models import find_model
+from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.rounds.answers import text_of
 from tests.helpers.messages import Message, raises
 from tests.helpers.run_folders import write_run
@@ -36,12 +45,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.tools.inference.chat_model.bf16_slowdown", lambda **_: 2.0)
 
 
 def answers(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> list[dict[str, Any]]:
     """Objects that the command prints with --json."""
-    assert main([*map(str, words), "--json"]) == 0
+    main([*map(str, words), "--json"])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -128,9 +137,10 @@ def test_settings_are_those_of_the_model_and_then_those_of_the_command(
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.8, "top_k": 70}], ids=["all", "narrowed"])
 def test_answers_are_drawn_from_the_documented_distribution(
-    folders: tuple[Path, Path], tmp_path: Path, sampling: dict[str, Any]
+    folders: tuple[Path, Path], tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither settings of the model nor defaults of transformers count."""
+    monkeypatch.setattr(ChatModel, "_read", lambda *_: None)  # the text of 4,000 answers
     own = changed(folders[0], tmp_path / "own", do_sample=True, top_k=3, top_p=0.5, repetition_penalty=5.0, min_p=0.4)
     model, draws = ChatModel(label="", folder=own, dtype=torch.float32), 4000
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **sampling}
@@ -192,7 +202,7 @@ def test_a_template_of_models_with_images_gets_parts(
 def test_an_interrupt_ends_the_answer_and_keeps_its_text(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_kto.tools.inference.session import _Stream
+    from nemo_kto.tools.inference.chat_model import _Stream
 
     put: Callable[..., None] = _Stream.put
 
@@ -202,9 +212,8 @@ def test_an_interrupt_ends_the_answer_and_keeps_its_text(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(_Stream, "put", stopping)
-    assert (
-        main([str(folders[0]), "--against", str(folders[1]), "-p", "Hello", "-p", "Why?", "--json", *LENGTH]) == INTERRUPTED
-    )
+    with pytest.raises(KeyboardInterrupt):
+        main([str(folders[0]), "--against", str(folders[1]), "-p", "Hello", "-p", "Why?", "--json", *LENGTH])
     (line,) = capsys.readouterr().out.splitlines()
     answer = json.loads(line)
     assert (answer["finish"], answer["tokens"]) == ("interrupted", 5)
@@ -222,7 +231,7 @@ def test_a_model_without_a_template_completes_text(
     tokenizer, model = AutoTokenizer.from_pretrained(plain), AutoModelForCausalLM.from_pretrained(plain)
     ids = tokenizer("Once upon", return_tensors="pt")["input_ids"]
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=12)[0, ids.shape[1] :], skip_special_tokens=True)
-    assert main([str(plain), "-p", "Once upon", "-p", "Once upon", "--json", *LENGTH]) == 0
+    main([str(plain), "-p", "Once upon", "-p", "Once upon", "--json", *LENGTH])
     captured = capsys.readouterr()
     assert [json.loads(line)["answer"] for line in captured.out.splitlines()] == [expected] * 2
     assert captured.err.count("no chat template") == 1
@@ -245,13 +254,11 @@ def test_thumbs_of_a_chat_are_rows_with_the_conversation_so_far(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, keys = tmp_path / "thumbs.jsonl", iter("gsbg")
-    monkeypatch.setattr(
-        "nemo_kto.tools.rounds.terminal.read_key", lambda known, **_: next(keys)
-    )  # test_label.py has a terminal
+    monkeypatch.setattr("nemo_kto.tools.chat.session.read_key", lambda known: next(keys))
     monkeypatch.setattr("nemo_kto.tools.chat.chat_command.require_terminal", lambda *_, **__: None)
     out.write_text('{"prompt": "p", "response": "r", "label": true}\n{"pro')  # of an earlier chat, which was killed
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd then?\nWhy?\n"))
-    assert main([str(folders[0]), "--collect", str(out), "--system", "Be brief.", *LENGTH]) == 0
+    main([str(folders[0]), "--collect", str(out), "--system", "Be brief.", *LENGTH])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["label"] for row in rows] == [True, True, False]
     system = {"role": "system", "content": "Be brief."}
@@ -259,6 +266,34 @@ def test_thumbs_of_a_chat_are_rows_with_the_conversation_so_far(
     assert text_of(rows[1]["response"]) == generated(folders[0], rows[1]["prompt"])
     assert [turn["content"] for turn in rows[2]["prompt"][1::2]] == ["Hello", "And then?", "Why?"]
     assert rows[2]["source"] == {"model": str(folders[0]), "labeller": "person"}
+
+
+def test_a_thumb_is_one_key_on_a_terminal(tmp_path: Path) -> None:
+    """x, Down, Insert and Alt+B are none, and keys pressed before the question do not count; Ctrl-D skips."""
+    process, terminal = pty.fork()
+    if process == 0:
+        try:
+            sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+            print("answering", flush=True)
+            select.select([0], [], [], 60)  # a key is pressed during the answer
+            with open_rows(tmp_path / "rows.jsonl", option="--collect") as file:
+                for number in range(3):
+                    Collector(file=file)("m", f"question {number}", "a")
+        finally:
+            os._exit(0)
+    shown, keys = "", ["b\n", "x\x1b[B\x1b[2~\x1bOB\x1bbg", "\x04", "b"]
+    with contextlib.suppress(OSError):  # at the end of the process
+        while True:
+            shown += os.read(terminal, 4096).decode()
+            if keys and shown.endswith(("answering\r\n", "[s]kip ")):
+                while "answering" not in shown[-12:] and termios.tcgetattr(terminal)[3] & termios.ICANON:
+                    time.sleep(0.01)  # until single keys are read
+                os.write(terminal, keys.pop(0).encode())
+    os.waitpid(process, 0)
+    os.close(terminal)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["label"]) for row in rows] == [("question 0", True), ("question 2", False)]
+    assert [line.rpartition("]kip ")[2] for line in shown.splitlines()[-3:]] == ["g", "q", "b"]
 
 
 @pytest.mark.parametrize(

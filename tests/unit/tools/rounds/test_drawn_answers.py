@@ -24,7 +24,7 @@ from nemo_kto.tools.rounds import label_command as label
 from nemo_kto.tools.rounds import sample_command as sample
 from tests.helpers.messages import raises
 from tests.helpers.tiny_models import CHATML, TURN_END, make_tokenizer, write_rows
-from tests.unit.tools.rounds.conftest import read
+from tests.unit.tools.rounds.conftest import SCORES, read
 
 PROMPT = [{"role": "user", "content": "Is it warm in Paris?"}]
 TOKENS = re.compile(
@@ -160,8 +160,6 @@ DRAWN = (
 @pytest.fixture
 def with_channels(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[list[int]]]:
     """A model with the template of gpt-oss that draws two answers in turn, and their tokens."""
-    monkeypatch.setattr("nemo_kto.tools.inference.session.bf16_slowdown", lambda **_: 2.0)
-    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(small_model, folder)
     made = tokenizer_of(GPT_OSS)
@@ -189,14 +187,10 @@ def test_rows_of_all_commands_have_the_drawn_tokens(
     prompts, answers = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "Is 7 a prime?"}]), tmp_path / "answers.jsonl"
     sample.main([str(model), str(prompts), "--out", str(answers), "-n", "2"])
     assert "than were drawn" not in capsys.readouterr().err
-    monkeypatch.syspath_prepend(tmp_path)
-    # a function gets thoughts as most models write them
-    (tmp_path / "drawn_score.py").write_text(
-        "def score(prompt, answer):\n    return answer == '<think>\\nSeven has no divisors.\\n</think>\\n\\nYes.'\n"
-    )
-    scored = ["--score", "drawn_score.score"]
-    label.main([str(answers), "--out", "thumbs.jsonl", *scored])
-    label.main([str(answers), "--out", "pairs.jsonl", "--pairs", *scored])
+    scored = ["--score", f"{SCORES}.thoughtful"]
+    for _ in range(2):  # the same command continues with rows of messages
+        label.main([str(answers), "--out", "thumbs.jsonl", *scored])
+        label.main([str(answers), "--out", "pairs.jsonl", "--pairs", *scored])
     compare.main([str(model), str(answers), str(prompts), "-n", "2", "--out", "compared.jsonl", *scored])
     thumbs, (pair,) = read(Path("thumbs.jsonl")), read(Path("pairs.jsonl"))
     assert [row["label"] for row in thumbs] == [True, False]
@@ -214,7 +208,7 @@ def test_a_chat_goes_on_after_an_answer_with_thoughts(
     """The template refuses the marks of its channels in the content of a message."""
     model, _ = with_channels
     monkeypatch.setattr("sys.stdin", io.StringIO("Is 7 a prime?\nSure?\n"))
-    assert chat.main([str(model), "--json"]) == 0
+    chat.main([str(model), "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["answer"] for line in lines] == [DRAWN[0].removesuffix("<|return|>")] * 2
     assert lines[1]["message"]["content"] == "Yes."

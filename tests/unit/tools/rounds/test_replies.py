@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,13 +11,11 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.tools.rounds import endpoint
-from nemo_kto.tools.rounds import label_command as label
-from nemo_kto.tools.rounds import sample_command as sample
-from nemo_kto.tools.rounds.verdicts import read_verdict
+from nemo_kto.tools.rounds.judge import read_verdict
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows
-from tests.unit.tools.rounds.conftest import read
+from tests.unit.tools.rounds.conftest import answers, read, run
 
 ATTEMPTS = 6
 DATA = Path(__file__).parents[3] / "data"
@@ -27,9 +26,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
 PAST = "error"  # of a reply that another attempt may replace
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.001)
+OUT = Path("out.jsonl")
 
 
 def message(content: object, finish: str = "stop", **fields: object) -> dict[str, Any]:
@@ -95,53 +92,46 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answers_and_what_is_none(name: str, tmp_path: Path) -> None:
+def test_answers_and_what_is_none(name: str) -> None:
     """The reply to the second of three prompts; the others are answered in any case."""
     reply, right = CASES[name]
-    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": each} for each in ("1 + 1", "2 + 2", "3 + 3")])
-    counts = {"2 + 2": 0}
+    prompts = write_rows(Path("prompts.jsonl"), [{"prompt": each} for each in ("1 + 1", "2 + 2", "3 + 3")])
+    counts = Counter[str]()
 
     def answer(body: dict[str, Any]) -> str | tuple[int, object]:
-        prompt = body["messages"][-1]["content"]
-        counts[prompt] = counts.get(prompt, 0) + 1
-        status = 403 if name == "OpenRouter, filter" else 200
-        return (status, reply) if prompt == "2 + 2" else "Two."
+        counts[prompt := body["messages"][-1]["content"]] += 1
+        return (403 if name == "OpenRouter, filter" else 200, reply) if prompt == "2 + 2" else "Two."
 
-    out = tmp_path / "answers.jsonl"
-    words = ["--out", str(out), "-n", "1", "--concurrency", "1"]
     with serving(answer) as server:
-        given = [str(prompts), *words, "--endpoint", server.url]
+        words = [prompts, "-n", "1", "--concurrency", "1", "--endpoint", server.url]
         if isinstance(right, list):
             with raises(UserError, f"{prompts}:2", "--endpoint", *right) as error:
-                sample.main(given)
+                run("sample", *words)
             is_repeated = PAST in str(reply)
             assert counts == {"1 + 1": 1, "2 + 2": ATTEMPTS if is_repeated else 1, "3 + 3": 1}
             assert ("6 attempts" in str(error.value)) == is_repeated
         else:
-            sample.main(given)
-    rows = {row["line"]: row for row in read(out)}
-    assert [rows[line]["answer"] for line in (1, 3)] == ["Two.", "Two."]
-    if isinstance(right, dict):
-        assert {key: rows[2][key] for key in ("answer", "finish")} == {"finish": "stop", **right}
-    else:
-        assert 2 not in rows
+            run("sample", *words)
+    rows = {row["line"]: {key: row[key] for key in ("answer", "finish")} for row in read(OUT)}
+    two = {"answer": "Two.", "finish": "stop"}
+    assert rows == {1: two, 3: two} | ({2: {"finish": "stop", **right}} if isinstance(right, dict) else {})
 
 
-def test_a_reply_without_an_answer_is_asked_again(prompts: Path, tmp_path: Path) -> None:
+def test_a_reply_without_an_answer_is_asked_again(prompts: Path) -> None:
     replies = iter([case.reply for case in CASES.values() if PAST in str(case.reply)][: ATTEMPTS - 1])
-    out = tmp_path / "answers.jsonl"
     with serving(lambda body: next(((200, reply) for reply in replies), "Water.")) as server:
-        sample.main([str(prompts), "--out", str(out), "-n", "1", "--concurrency", "1", "--endpoint", server.url])
+        run("sample", prompts, "-n", "1", "--concurrency", "1", "--endpoint", server.url)
         assert len(server.requests) == 2 + ATTEMPTS - 1
-    assert [row["answer"] for row in read(out)] == ["Water.", "Water."]
+    assert [row["answer"] for row in read(OUT)] == ["Water.", "Water."]
 
 
-def test_a_server_that_answers_no_prompt_is_given_up(tmp_path: Path) -> None:
-    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Question {number}"} for number in range(12)])
-    with serving(lambda body: (200, {"error": "no credits"})) as server:
-        words = [str(prompts), "--out", str(tmp_path / "a"), "-n", "1", "--concurrency", "1", "--endpoint", server.url]
-        with raises(UserError, "--endpoint", "10 requests in a row", "no credits", "repeat the command"):
-            sample.main(words)
+def test_a_server_that_answers_no_prompt_is_given_up() -> None:
+    prompts = write_rows(Path("prompts.jsonl"), [{"prompt": f"Question {number}"} for number in range(12)])
+    with (
+        serving(lambda body: (200, {"error": "no credits"})) as server,
+        raises(UserError, "--endpoint", "10 requests in a row", "no credits", "repeat the command"),
+    ):
+        run("sample", prompts, "-n", "1", "--concurrency", "1", "--endpoint", server.url)
 
 
 def refusal(text: str, status: int = 400) -> tuple[int, object]:
@@ -168,9 +158,7 @@ REFUSED: dict[str, tuple[dict[str, tuple[int, object]], dict[str, str | None]]] 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_a_server_refuses(
-    name: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_a_server_refuses(name: str, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Replies to requests with a setting, and its name in the requests that are answered."""
     replies, names = REFUSED[name]
 
@@ -178,10 +166,9 @@ def test_settings_that_a_server_refuses(
         both = not {"temperature", "top_p"} <= body.keys() and name.startswith("LiteLLM")
         return next((reply for key, reply in replies.items() if key in body and not both), "Water.")
 
-    out = tmp_path / "answers.jsonl"
     words = ["--max-new-tokens", "8", "--temperature", "0.5", "--top-p", "0.9", "-n", "2", "--concurrency", "1"]
     with serving(answer) as server:
-        sample.main([str(prompts), "--endpoint", server.url, "--out", str(out), *words])
+        run("sample", prompts, "--endpoint", server.url, *words)
         assert len(server.requests) == 4 + len(names), "each is refused once"
         sent = server.requests[-1].keys()
     assert sent - {"model", "messages"} >= {new for key in SETTINGS if (new := names.get(key, key))}
@@ -192,44 +179,31 @@ def test_settings_that_a_server_refuses(
         assert f"refuses {key} {SETTINGS[key]}" in warnings or key == "seed"
         assert (f"{other} is sent instead" if other else "left out of all requests") in warnings
     left_out = [key for key in ("max_tokens", "seed", "temperature", "top_p") if key in names and names[key] is None]
-    assert [row.get("left_out", []) for row in read(out)] == [left_out] * 4
-    assert {row["settings"]["temperature"] for row in read(out)} == {0.5}
+    assert [row.get("left_out", []) for row in read(OUT)] == [left_out] * 4
+    assert {row["settings"]["temperature"] for row in read(OUT)} == {0.5}
 
 
-def test_an_error_that_only_names_a_setting_changes_none(
-    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_that_only_names_a_setting_changes_none(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(body: dict[str, Any]) -> str | tuple[int, object]:
         return VLLM_LIMIT if "river" in body["messages"][-1]["content"] else "Water."
 
-    turned = write_rows(tmp_path / "turned.jsonl", [*reversed(read(prompts))])
-    words = ["--out", str(tmp_path / "answers.jsonl"), "-n", "1", "--concurrency", "1"]
+    turned = write_rows(Path("turned.jsonl"), [*reversed(read(prompts))])
     with serving(answer) as server, raises(UserError, f"{turned}:1", "too large: 512", "as the server says"):
-        sample.main([str(turned), "--endpoint", server.url, *words])
+        run("sample", turned, "--endpoint", server.url, "-n", "1", "--concurrency", "1")
     assert server.requests[-1]["max_tokens"] == 512
     assert "max_completion_tokens" not in server.requests[-1]
     assert "warning" not in capsys.readouterr().err
 
 
-def test_settings_that_are_left_out(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "answers.jsonl"
+def test_settings_that_are_left_out(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for name in ("seed", "max_tokens", "temperature") for word in ("--leave-out", name)]
     with serving(lambda body: (200, message("Water.", "length"))) as server:
-        sample.main([str(prompts), "--endpoint", server.url, "--out", str(out), "-n", "1", *words])
-        assert len(server.requests) == 2
-        assert not {"max_tokens", "max_completion_tokens", "seed", "temperature"} & {
-            *server.requests[0],
-            *server.requests[1],
-        }
-    assert [row["left_out"] for row in read(out)] == [["max_tokens", "seed", "temperature"]] * 2
-    captured = capsys.readouterr()
-    assert Message(f"{out}: 2 answers", "2 cut") == captured.out
-    assert "tokens" not in captured.out
-    assert captured.err == ""
+        run("sample", prompts, "--endpoint", server.url, "-n", "1", *words)
+        assert [{*body} for body in server.requests] == [{"model", "messages", "top_p", "top_k"}] * 2
+    assert [row["left_out"] for row in read(OUT)] == [["max_tokens", "seed", "temperature"]] * 2
+    assert capsys.readouterr() == ("out.jsonl: 2 answers, 2 cut\n", "")
     with raises(UserError, "--leave-out", "--endpoint", "seed max_tokens temperature", "leave it out"):
-        sample.main(["model", str(prompts), "--out", str(out), *words])
-    with raises(UserError, "--leave-out", "--judge", "seed", "leave it out"):
-        label.main([str(out), "--out", "rows.jsonl", "--page", "--leave-out", "seed"])
+        run("sample", "model", prompts, *words)
 
 
 @pytest.mark.parametrize(
@@ -255,32 +229,26 @@ def test_the_version_in_a_url(given: str, asked: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["single", "pair"])
-def test_verdicts_in_the_replies_of_a_judge(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdicts_in_the_replies_of_a_judge(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each reply is about a prompt of its own, with one answer or with two."""
     cases = [case for case in read(DATA / "judge_replies.jsonl") if case["question"] == kind]
     texts, words = (["one"], []) if kind == "single" else (["one", "another"], ["--pairs"])
-    answers = [
-        {"prompt": f"<{line}>", "answer": text, "model": "m", "line": line, "index": index}
-        for line in range(len(cases))
-        for index, text in enumerate(texts)
-    ]
-    rubric, out, first = tmp_path / "rubric.txt", tmp_path / "rows.jsonl", dict[int, str]()
-    rubric.write_text("Good answers are short.")
+    file = answers("answers.jsonl", texts * len(cases), each=len(texts), prompt="<{}>")
+    first = dict[int, str]()
 
     def answer(body: dict[str, Any]) -> str:
         asked = body["messages"][1]["content"]
         line = int(asked.partition("<user>\n<")[2].partition(">")[0])
         first[line] = asked.partition("<answer>\n")[2].partition("\n")[0]
-        return str(cases[line]["reply"])
+        return str(cases[line - 1]["reply"])
 
     with serving(answer) as server:
-        given = [str(write_rows(tmp_path / "answers.jsonl", answers)), "--out", str(out), *words]
-        label.main([*given, "--judge", server.url, "--rubric", str(rubric)])
+        run("label", file, *words, "--judge", server.url, "--rubric", "rubric.txt")
     found = ["no verdict" for _ in cases]
-    for row in read(out):
+    for row in read(OUT):
         line = row["source"]["line"]
         is_first = row["label"] if kind == "single" else row["chosen"] == first[line]
-        found[line] = {"single": ("bad", "good"), "pair": ("B", "A")}[kind][is_first]
+        found[line - 1] = {"single": ("bad", "good"), "pair": ("B", "A")}[kind][is_first]
     assert [{**case, "right": verdict} for case, verdict in zip(cases, found, strict=True)] == cases
     assert Message(f"{found.count('no verdict')} questions without a verdict") == capsys.readouterr().err
 
@@ -293,19 +261,14 @@ def test_a_long_reply_of_a_judge_takes_no_time(part: str) -> None:
     assert time.process_time() - began < 5
 
 
-def test_a_judge_without_any_verdict_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"prompt": "p", "answer": "a", "model": "m", "line": 1, "index": 0}
-    rubric = tmp_path / "rubric.txt"
-    rubric.write_text("Good answers are short.")
-    out = tmp_path / "rows.jsonl"
+def test_a_judge_without_any_verdict_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda body: (200, message(None, "length", reasoning=THOUGHTS))) as server:
-        given = [str(write_rows(tmp_path / "answers.jsonl", [row])), "--out", str(out)]
-        judge = ["--judge", server.url, "--rubric", str(rubric)]
+        words = [answers("answers.jsonl", ["a"]), "--judge", server.url, "--rubric", "rubric.txt"]
         with raises(UserError, "the judge", "at least one question", "none on 1 question"):
-            label.main([*given, *judge])
+            run("label", *words)
         assert Message("1 question", "answers.jsonl:1", "thoughts", "--leave-out max_tokens") == capsys.readouterr().err
         assert server.requests[0]["max_tokens"] > 0
         server.answer = lambda body: "good"
-        label.main([*given, *judge, "--leave-out", "max_tokens"])
+        run("label", *words, "--leave-out", "max_tokens")
         assert "max_tokens" not in server.requests[-1]
-    assert [row["label"] for row in read(out)] == [True]
+    assert [row["label"] for row in read(OUT)] == [True]

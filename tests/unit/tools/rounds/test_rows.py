@@ -17,19 +17,16 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.errors import UserError
+from nemo_kto.tools.chat import session
+from nemo_kto.tools.chat.session import Collector
 from nemo_kto.tools.inference import row_output as rows
 from nemo_kto.tools.inference.row_output import open_rows
-from nemo_kto.tools.rounds import compare_command as compare
-from nemo_kto.tools.rounds import label_command as label
-from nemo_kto.tools.rounds import sample_command as sample
-from nemo_kto.tools.rounds import terminal
-from nemo_kto.tools.rounds.terminal import Collector
 from nemo_kto.utils import files, locks
 from tests.helpers.commands import environment
 from tests.helpers.messages import raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows
-from tests.unit.tools.rounds.conftest import full_disk, read
+from tests.unit.tools.rounds.conftest import SCORES, answers, full_disk, read, run
 
 
 def row(number: int) -> dict[str, object]:
@@ -140,62 +137,46 @@ def test_a_file_has_one_writer_under_all_its_names(
         ("loop", "can be written"),
     ],
 )
-def test_a_path_that_is_no_file(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_path_that_is_no_file(name: str, kind: str, tmp_path: Path) -> None:
     os.mkfifo("pipe")
     Path("file").touch()
     Path("loop").symlink_to("loop")
     with raises(UserError, "--out", "must be", f"got {Path(name)}", kind), open_rows(Path(name), option="--out"):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "pipe"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "pipe", "rubric.txt"]
 
 
-@pytest.mark.parametrize("change", [Path.touch, lambda file: os.truncate(file, 0), lambda file: file.write_text("{}\n" * 9)])
-def test_a_file_that_another_program_changes_is_left_as_it_is(change: Callable[[Path], object], tmp_path: Path) -> None:
+OTHER_FILE = "got another file, or none"
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda file: os.truncate(file, 0), "0 bytes"),
+        (lambda file: file.write_text("{}\n" * 9), "27 bytes"),
+        (Path.unlink, OTHER_FILE),
+        (lambda file: shutil.copy(file.rename(f"{file}~"), file), OTHER_FILE),  # as some editors do
+    ],
+)
+def test_a_file_that_another_program_changes_is_left_as_it_is(
+    change: Callable[[Path], object], got: str, tmp_path: Path
+) -> None:
     file = tmp_path / "rows.jsonl"
     with open_rows(file, option="--out") as opened:
         opened.append(row(1))
-        opened.append(row(2))
+        file.touch()  # changes nothing
+        opened.append(row(2), row(3))
+        opened.remove_last()
+        assert read(file) == opened.rows == [row(1), row(2)]
         change(file)
-        content = file.read_bytes()
-        if change is Path.touch:
-            opened.remove_last()
-            assert read(file) == opened.rows == [row(1)]
-            return
+        content = file.read_bytes() if file.exists() else None
         for write in (opened.remove_last, lambda: opened.append(row(3))):
-            with raises(UserError, str(file), "this command alone", f"{len(content)} bytes", "start the command again"):
+            with raises(UserError, str(file), "this command alone", got, "start the command again"):
                 write()
-    assert file.read_bytes() == content
+    assert (file.read_bytes() if file.exists() else None) == content
 
 
-@pytest.mark.parametrize("change", [Path.unlink, lambda file: shutil.copy(file.rename(f"{file}~"), file)])
-def test_a_row_is_not_written_to_a_file_that_is_gone(change: Callable[[Path], object], tmp_path: Path) -> None:
-    """Some editors write a new file and give it the name."""
-    file = tmp_path / "rows.jsonl"
-    with open_rows(file, option="--out") as opened:
-        opened.append(row(1))
-        change(file)
-        for write in (opened.remove_last, lambda: opened.append(row(2))):
-            with raises(UserError, str(file), "this command alone", "got another file, or none", "start the command again"):
-                write()
-    assert not file.exists() or read(file) == [row(1)]
-
-
-def _sample(folder: Path, url: str) -> None:
-    words = ["prompts.jsonl", "--out", "out.jsonl", "-n", "3", "--endpoint", url, "--model", "m", "--concurrency", "2"]
-    sample.main(words)
-
-
-def _label(folder: Path, url: str) -> None:
-    label.main(["answers.jsonl", "--out", "out.jsonl", "--score", f"scores_of_{os.path.basename(folder)}.even"])
-
-
-def _compare(folder: Path, url: str) -> None:
-    score = f"scores_of_{os.path.basename(folder)}.even"
-    compare.main(["answers.jsonl", "others.jsonl", "--out", "out.jsonl", "--score", score])
-
-
-def _collect(folder: Path, url: str) -> None:
+def _collect() -> None:
     with open_rows(Path("out.jsonl"), option="--collect") as file:
         collect = Collector(file=file)
         for number in range(len(file.rows), 24):
@@ -210,31 +191,33 @@ def _key(row: dict[str, object]) -> object:
 
 
 KILLS = [pytest.param(20, id="20"), pytest.param(200, id="200", marks=pytest.mark.slow)]
-COMMANDS = {"sample": _sample, "label": _label, "compare": _compare, "chat": _collect}
+EVEN = ["--score", f"{SCORES}.even"]
+COMMANDS: dict[str, Callable[[str], None]] = {
+    "sample": lambda url: run("sample", "prompts.jsonl", "-n", "3", "--endpoint", url, "--model", "m", "--concurrency", "2"),
+    "label": lambda url: run("label", "answers.jsonl", *EVEN),
+    "compare": lambda url: run("compare", "answers.jsonl", "others.jsonl", *EVEN),
+    "chat": lambda url: _collect(),
+}
 
 
 @pytest.mark.parametrize("kills", KILLS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_killed_again_and_again(
-    command: str, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, kills: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Killed before, within and after a write; a quarter as often, the disk is full; then the same command again."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(terminal, "read_key", lambda keys, **_: "g")
-    Path(f"scores_of_{tmp_path.name}.py").write_text("def even(prompt, answer):\n    return len(answer) % 2 == 0\n")
-    for name, end in (("answers", ""), ("others", "!")):
-        given = [
-            {"prompt": f"p{line}", "answer": f"{'a' * (line + index)}{end}", "model": name, "line": line, "index": index}
-            for line in range(1, 9)
-            for index in range(3)
-        ]
-        write_rows(Path(f"{name}.jsonl"), given)
+    monkeypatch.setattr(session, "read_key", lambda keys: "g")
+    texts = ["a" * (line + index) for line in range(1, 9) for index in range(3)]
+    answers("answers.jsonl", texts, each=3)
+    answers("others.jsonl", [f"{text}!" for text in texts], each=3)
     write_rows(Path("prompts.jsonl"), [{"prompt": f"question {number}"} for number in range(8)])
     draw, out, ended, seen = random.Random(command), Path("out.jsonl"), 0, list[object]()
     with serving(lambda body: f"{body['messages'][-1]['content']} {body['seed']} é") as server:
+        COMMANDS[command](server.url)
+        whole = read(out)
+        out.unlink()
         for _ in range(kills):
-            status = _run_killed(lambda: COMMANDS[command](tmp_path, server.url), draw)
+            status = _run_killed(lambda: COMMANDS[command](server.url), draw)
             assert status in (0, -signal.SIGKILL), capsys.readouterr()
             found = [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]] if out.exists() else []
             keys = [_key(each) for each in found]
@@ -245,8 +228,9 @@ def test_killed_again_and_again(
                 ended += 1
                 out.unlink()
                 seen = []
-        COMMANDS[command](tmp_path, server.url)
-    assert len({_key(each) for each in read(out)}) == len(read(out)) == 24
+        COMMANDS[command](server.url)
+    assert len(read(out)) == 24
+    assert sorted(read(out), key=str) == sorted(whole, key=str), "the rows of a command that is not killed"
     assert ended > 0 or kills < 100
 
 

@@ -20,15 +20,12 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.console import set_up_logging
-from nemo_kto.tools.rounds import compare_command as compare
 from nemo_kto.tools.rounds import endpoint
-from nemo_kto.tools.rounds import label_command as label
-from nemo_kto.tools.rounds import sample_command as sample
 from nemo_kto.tools.rounds.endpoint import Endpoint
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows
-from tests.unit.tools.rounds.conftest import read
+from tests.unit.tools.rounds.conftest import COMMANDS, answers, read, run
 
 ANSWER = json.dumps({"choices": [{"message": {"content": "Water."}, "finish_reason": "stop"}]}).encode()
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -37,7 +34,7 @@ KEY = "sk-" + "Q7x_-/" * 5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_FIRST_DELAY": 0.001, "_MAX_DELAY": 0.01, "_MAX_SECONDS": 0.6, "_MAX_BYTES": 5000}.items():
+    for name, value in {"_MAX_DELAY": 0.01, "_MAX_SECONDS": 0.6, "_MAX_BYTES": 5000}.items():
         monkeypatch.setattr(endpoint, name, value)
 
 
@@ -70,7 +67,7 @@ def raw_server(pieces: Callable[[], Iterator[bytes]]) -> Iterator[str]:
                 threading.Thread(target=serve, args=[listener.accept()[0]], daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.1)
+        listener.settimeout(0.01)
         thread = threading.Thread(target=accept)
         thread.start()
         try:
@@ -144,10 +141,8 @@ def test_waiting_is_logged_once_for_all_requests(
     monkeypatch.setattr(endpoint, "_REPORT_SECONDS", 0.5)
     set_up_logging(rank=0)
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "?"}])
-    with raw_server(lambda: iter([b""])) as url:
-        words = [str(prompts), "--endpoint", url, "--model", "m", "--out", str(tmp_path / "out")]
-        with raises(UserError, "--endpoint", "no complete reply in 1.2 s"):
-            sample.main([*words, "--concurrency", "4"])
+    with raw_server(lambda: iter([b""])) as url, raises(UserError, "--endpoint", "no complete reply in 1.2 s"):
+        run("sample", prompts, "--endpoint", url, "--model", "m", "--concurrency", "4")
     lines = capsys.readouterr().err.splitlines()
     assert 1 <= len(lines) <= 3
     assert all(line == Message("waiting for", f"{url}/v1", "no reply for", " s") for line in lines)
@@ -196,12 +191,12 @@ def test_white_space_around_a_key_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_lone_surrogates_of_a_server_are_replaced(tmp_path: Path) -> None:
-    prompts, out = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "?"}]), tmp_path / "answers.jsonl"
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "?"}])
     reply = {"choices": [{"message": {"content": "\ud800a", "reasoning": "\udfffb"}, "finish_reason": "\udc00c"}]}
     with serving(lambda body: (200, reply)) as server:
         server.models = ["\ud800m"]
-        sample.main([str(prompts), "--endpoint", server.url, "--out", str(out), "-n", "1"])
-    (row,) = read(out)
+        run("sample", prompts, "--endpoint", server.url, "-n", "1")
+    (row,) = read(Path("out.jsonl"))
     assert (row["answer"][0]["content"], row["answer"][0]["reasoning_content"]) == ("?a", "?b")
     assert (row["finish"], row["model"]) == ("?c", "?m")
 
@@ -223,37 +218,31 @@ QUOTED: dict[str, tuple[int, Callable[[str], object]]] = {
 }  # fmt: skip
 
 
-COMMANDS = ["sample", "label", "compare"]
-
-
 def shown_by(command: str, url: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command that asks a server writes, in the working directory: its output, its error and its file."""
-    Path("rubric.txt").write_text("Good answers are short.")
+    """What a command that asks a server writes: its output, its error and its file."""
     write_rows(Path("prompts.jsonl"), [{"prompt": "?"}])
-    for file in ("a", "b"):
-        write_rows(Path(file), [{"prompt": "?", "answer": f"in {file}", "model": file, "line": 1, "index": 0}])
-    judge, error = ["--judge", url, "--rubric", "rubric.txt", "--out", "out"], ""
-    run: dict[str, Callable[[], None]] = {
-        "sample": lambda: sample.main(["prompts.jsonl", "--endpoint", url, "-n", "1", "--out", "out"]),
-        "label": lambda: label.main(["a", *judge]),
-        "compare": lambda: compare.main(["a", "b", *judge]),
+    judge, error = ["--judge", url, "--rubric", "rubric.txt"], ""
+    words: dict[str, list[str]] = {
+        "sample": ["prompts.jsonl", "--endpoint", url, "-n", "1"],
+        "label": [answers("a", ["in a"]), *judge],
+        "compare": [answers("a", ["in a"]), answers("b", ["in b"]), *judge],
     }
     try:
-        run[command]()
+        run(command, *words[command])
     except UserError as raised:
         error = str(raised)
-    return error + "".join(capsys.readouterr()) + (Path("out").read_text() if Path("out").exists() else "")
+    out = Path("out.jsonl")
+    return error + "".join(capsys.readouterr()) + (out.read_text() if out.exists() else "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", QUOTED)
 def test_a_key_that_a_server_quotes_is_not_written(
-    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, content = QUOTED[name]
     monkeypatch.setattr(endpoint, "_MAX_BYTES", 20_000)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.chdir(tmp_path)
     with serving(lambda body: (status, content(KEY))) as server:
         server.models = [f"served {KEY}"]
         shown = shown_by(command, server.url, capsys)
@@ -269,10 +258,9 @@ def test_a_placeholder_as_a_key_is_left_in_answers(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_key_of_any_characters_is_not_written(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A key that cannot be sent is refused; any other one is quoted by the server in several ways."""
-    monkeypatch.chdir(tmp_path)
     draw, sent = random.Random(command), 0
     for number in range(24):
         special = "\r\n\t \x01\x1b\x7fé日\u2028" if number % 2 else "\"'\\%&<>{}[]$^*?+/=~`"
@@ -284,5 +272,5 @@ def test_a_key_of_any_characters_is_not_written(
             shown = shown_by(command, server.url, capsys)
             sent += bool(server.keys)
         assert not re.search("begin|ended", shown), (key, shown)
-        Path("out").unlink(missing_ok=True)
+        Path("out.jsonl").unlink(missing_ok=True)
     assert 6 < sent < 24
