@@ -332,12 +332,12 @@ class ResolvedRun:
     @cached_property
     def has_new_kl_examples(self) -> bool:
         """Whether later epochs have sequences that the first lacks: KL examples, which are formed within a batch."""
-        return self.cfg.loss.record.needs_z0 and self.cfg.loop.max_epochs > 1
+        return self.cfg.loss.definition.needs_z0 and self.cfg.loop.max_epochs > 1
 
     @cached_property
     def reference(self) -> ReferenceMode:
         settings = self.cfg.model.reference
-        if not self.cfg.loss.record.needs_reference:
+        if not self.cfg.loss.definition.needs_reference:
             return ReferenceMode("none", f"{self.cfg.loss.loss_name} needs no reference")
         later = "KL examples of later epochs when their epoch begins" if self.has_new_kl_examples else ""
         if settings.mode != "auto":

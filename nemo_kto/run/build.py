@@ -265,7 +265,7 @@ def build_engine(run: ResolvedRun, policy: Policy) -> LogProbEngine:
         vocab_size=policy.architecture.vocab_size,
         limits=micro_batch_limits(run),
         forward_micro_batch_size=run.cfg.loss.log_prob_forward_micro_batch_size,
-        average_log_probs=run.cfg.loss.preference_average_log_probs or run.cfg.loss.record.average_log_probs,
+        average_log_probs=run.cfg.loss.preference_average_log_probs or run.cfg.loss.definition.average_log_probs,
         logprob_chunk_size=run.cfg.model.logprob_chunk_size,
         logprob_gradient_summands=run.cfg.model.logprob_gradient_summands,
         flops=ModelFlops.of_model(policy.architecture, adapters=unwrap_model(policy.chunks[0]).adapters),
@@ -275,7 +275,7 @@ def build_engine(run: ResolvedRun, policy: Policy) -> LogProbEngine:
 
 def build_objective(cfg: RunConfig) -> Objective:
     return Objective(
-        loss=cfg.loss.record,
+        loss=cfg.loss.definition,
         options=cfg.loss.loss_options(),
         beta=cfg.loss.ref_policy_kl_penalty,
         preference_loss_weight=cfg.loss.preference_loss_weight,

@@ -77,7 +77,7 @@ def build_data(
         logger.warning(warning)
     take, collate_fn = cfg.recipe.collation(
         collate_settings(cfg, tokenizer, multiple=multiple_of(run)) | cfg.loss.collate_options(),
-        with_kl=cfg.loss.record.needs_z0,
+        with_kl=cfg.loss.definition.needs_z0,
     )
 
     def loader(examples: Any, *, training: bool) -> Any:  # torch's type of batch_sampler lacks set_position
@@ -89,7 +89,7 @@ def build_data(
                 seed=cfg.model.seed,
                 shuffle=training,
                 drop_last=training,
-                needs_kl_examples=cfg.loss.record.needs_z0,
+                needs_kl_examples=cfg.loss.definition.needs_z0,
             ),
             rank=rank,
             size=size,
@@ -122,7 +122,7 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
     step = (cfg.model.micro_batch_size or 1) * data_parallel
     largest = rows // step * step
     remedy = "train on more rows (model.data.data_prefix)"
-    if largest > cfg.loss.record.needs_z0:
+    if largest > cfg.loss.definition.needs_z0:
         remedy = f"set model.global_batch_size={largest}, or {remedy}"
     return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
 

@@ -204,7 +204,8 @@ class Precomputation:
         epoch_batches, number = len(self.data.train.batch_sampler), self._steps_to_epoch_end(self.first_step)
         has_later_epochs = self.first_step + number < length.total_steps(epoch_batches)
         train = batches_to_epoch_end(length, self.data.train, step=self.first_step)
-        if has_later_epochs and length.steps_per_epoch(epoch_batches) == epoch_batches and not run.cfg.loss.record.needs_z0:
+        sees_all = length.steps_per_epoch(epoch_batches) == epoch_batches and not run.cfg.loss.definition.needs_z0
+        if has_later_epochs and sees_all:
             loader = every_example(self.data.train)  # one pass over all examples gives the log-probs of all later epochs
             train, number = iter(loader), len(loader)
         validation = validation_sets(self.data.validation, limit=length.limit_val_batches)

@@ -75,7 +75,7 @@ def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
     verbatim = [key for key, field in fields.items() if isinstance(field.resume, MustStay) and field.resume.verbatim]
     # Loss options that are not set have the default of the loss.
     loss: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
-    loss |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
+    loss |= {key: option.default for key, option in cfg.loss.definition.options.items()} | cfg.loss.loss_options()
     loss = {f"model.{name}.{key}": value for key, value in loss.items()}
     facts: Facts = {
         **{key: reduce(getattr, key.split("."), cfg) for key in verbatim if fields[key].section is None},

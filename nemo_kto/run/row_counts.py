@@ -50,7 +50,7 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
     cfg, data = run.cfg, run.cfg.model.data
     return {
         **{key: getattr(data, key) for key in _SOURCE_KEYS},
-        "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
+        "min_validation_rows": 2 if cfg.loss.definition.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
         "vocab_size": model_vocab_size(run.files),
         "seq_length": cfg.seq_length,
@@ -98,10 +98,10 @@ def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[in
         return flops.of_passes(passes).of_tokens
 
     forward, disabled = run.reference_passes
-    ahead = int(training and cfg.loss.record.looks_ahead)
+    ahead = int(training and cfg.loss.definition.looks_ahead)
     costs = cfg.recipe.costs(
         cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
-        kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.record.needs_z0 else None,
+        kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.definition.needs_z0 else None,
         reference_cost=cost(Passes(forward, disabled) if PRECISIONS[cfg.trainer.precision] == "32" else Passes()),
         seq_length=cfg.seq_length,
         share_prompts=limits.share_prompts,

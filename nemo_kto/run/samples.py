@@ -156,7 +156,7 @@ def _relative_work(run: ResolvedRun, samples: SamplePrompts, train: SplitCounts)
     """Return the FLOPs of the linear layers for answers of maximum length, relative to those between two validations."""
     flops, (forward, disabled) = ModelFlops.of_model(run.architecture, adapters=run.adapters), run.reference_passes
     example = flops.of_passes(Passes(forward + 1, disabled, backward=1)).per_token
-    if run.cfg.loss.record.needs_z0:
+    if run.cfg.loss.definition.needs_z0:
         example += flops.of_passes(Passes(forward + 1, disabled)).per_token  # of the KL example
     batch_size, new = run.cfg.model.global_batch_size, samples.decoding.max_new_tokens
     batches = train.rows // batch_size

@@ -88,7 +88,7 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         dataset: Any = splits.train
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
-        with_kl = cfg.loss.record.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
+        with_kl = cfg.loss.definition.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
         settings = collate_settings(cfg, tokenizer, multiple=multiple_of(run))
         take, collate_fn = cfg.recipe.collation(settings, with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
@@ -100,7 +100,7 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
             yield f"Prompts: {splits.prompts}."
         for warning in splits.warnings:
             yield f"Of the first rows, {terminal_line(warning.removeprefix(f'{file}: '))}."
-        yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
+        yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.definition)
 
 
 def tokenise(argv: Sequence[str]) -> None:
