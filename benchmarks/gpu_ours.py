@@ -37,7 +37,7 @@ from nemo_kto.memory.micro_batches import repeats_keys
 from nemo_kto.memory.run_plan import make_plan, these_machines
 from nemo_kto.run import build
 from nemo_kto.run.row_counts import counted_rows
-from nemo_kto.run.start_summary import start_lines
+from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.text_table import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 

@@ -64,7 +64,7 @@ from nemo_kto.run.reference_setup import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.row_counts import counted_rows, model_tokenizer
 from nemo_kto.run.samples import Sampler, build_sampler, extreme_rows
-from nemo_kto.run.start_summary import start_lines
+from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.text_table import table

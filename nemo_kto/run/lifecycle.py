@@ -50,7 +50,7 @@ from nemo_kto.records.run_record import (
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.resume import Resumption
-from nemo_kto.run.start_summary import end_table
+from nemo_kto.run.summary import end_table
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
 from nemo_kto.utils.saved_records import read_object_as
