@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.artifacts.hub import is_hub_name
+from nemo_kto.cli.tools import tool
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.mistakes import does_not_compose
@@ -31,6 +32,9 @@ from nemo_kto.errors import ConfigError, UserError, plural, redacted
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.text import print_error, redact_file
+
+if TYPE_CHECKING:
+    from nemo_kto.records.run_record import RunRecord
 
 
 class _Stop(SystemExit):
@@ -59,7 +63,6 @@ class Job:
             return list(overrides)
         from nemo_kto.memory.run_plan import Machines, these_machines
         from nemo_kto.memory.speed import known_gpu
-        from nemo_kto.tools.plan.auto import settle
 
         def machines_of(run: ResolvedRun) -> Machines:
             machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
@@ -67,7 +70,7 @@ class Job:
             known = known_gpu(machines.hardware.name)
             return machines.with_memory((memory if known is None else min(known.memory, memory)) // 1e9 * 1e9)
 
-        settled, line = settle(overrides, self.checker(sweep=sweep), machines_of)
+        settled, line = tool("plan.auto").settle(overrides, self.checker(sweep=sweep), machines_of)
         if self.world is None or self.world.rank == 0:
             print_error(f"nemo-kto: {line}")
         return settled
@@ -186,14 +189,14 @@ class Job:
             # Imported objects are never freed. Collecting garbage during the imports would scan millions of them: 0.6 s.
             gc.disable()
             check_transformer_engine()
-            from nemo_kto.run import build
+            from nemo_kto.run.train import train
 
             gc.freeze()
             gc.enable()
             # Repeated, because each job of a sweep prints its own warnings.
             set_up_logging(rank=0 if self.world is None else self.world.rank)
             take_over()
-            build.train(run)
+            train(run, write_report=write_report)
         except signals.Stopped as stop:
             self._end_early(stop, requeues=requeues)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -214,6 +217,11 @@ class Job:
         if str(stop) and requeues and os.environ.get("RANK", "0") == "0":
             ranks.requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
         ranks.end_early(str(stop), world=self.world)
+
+
+def write_report(runs: Sequence[RunRecord], out: Path) -> None:
+    """Write the page about runs; see ``nemo_kto.tools.report``."""
+    tool("report.report_page").write_report(runs, out)
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:

@@ -22,15 +22,16 @@ from nemo_kto.data.batches.dataset import Splits
 from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths
+from nemo_kto.distributed import state
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
-from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
+from nemo_kto.memory.micro_batches import packing_of
 from nemo_kto.mixers import GatedDeltaNet, Mamba2
 from nemo_kto.mixers.saving import MAX_HEAD_DIM
 from nemo_kto.models.engine.sequences import MicroBatchLimits
-from nemo_kto.run.data import RunData
+from nemo_kto.run.data import split_text
 from nemo_kto.run.policy import Policy
-from nemo_kto.run.row_counts import split_text
+from nemo_kto.run.prepare import Placement, Start
 from nemo_kto.run.samples import samples_text
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE
@@ -38,9 +39,19 @@ from nemo_kto.telemetry.text_table import adapter_lines, epochs, figures_of, lay
 from nemo_kto.telemetry.timers import duration_text
 
 
-def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step: int | None) -> dict[str, str]:
+def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
+    """Print the table before training on rank 0, and return its lines; none on other ranks."""
+    if not state.is_rank_zero():
+        return {}
+    lines = start_lines(run, policy, start, placement)
+    print(table(f"nemo-kto {run.cfg.recipe.name}", lines), flush=True)
+    return lines
+
+
+def start_lines(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
     """Return the lines of the table before training, by label."""
     cfg, model, architecture, settings = run.cfg, run.cfg.model, policy.architecture, run.adapters
+    data, samples, resumption = start
     batches, reference = len(data.train.batch_sampler), f"{run.reference.name} ({run.reference.reason})"
     parameters, trained, adapters = _count(wanted_weights(architecture)), "all trained", "none"
     if settings is not None:
@@ -50,8 +61,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
     source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
-    resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
-    limits = micro_batch_limits(run)
+    resumed = "" if resumption.checkpoint is None else f", resumed after step {resumption.checkpoint.step}"
     unit, rest = cfg.recipe.unit, data.splits.in_use["train"].counts.rows % model.global_batch_size
     omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
     lines = {
@@ -64,8 +74,8 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
-        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {limits}{omitted}",
-        **_micro_batches(run),
+        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {placement.limits}{omitted}",
+        **_micro_batches(run, placement),
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
             data=parallel_state.get_data_parallel_world_size(),
@@ -81,11 +91,11 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "device": _device_text(),
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
         "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
-        **_reference_memory(run),
-        **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
+        **_reference_memory(placement),
+        **({} if samples is None else {"samples": samples_text(run, samples, data.splits)}),
         "run folder": str(run.folder),
     }
-    slow = _slow_paths(run, architecture, limits)
+    slow = _slow_paths(run, architecture, placement.limits)
     return lines | {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
 
 
@@ -124,22 +134,22 @@ def balance_line(weight: float, config: Mapping[str, Any]) -> dict[str, str]:
     return {"experts": f"{text} (model.moe_aux_loss_coeff={weight:g}{note})"}
 
 
-def _micro_batches(run: ResolvedRun) -> dict[str, str]:
+def _micro_batches(run: ResolvedRun, placement: Placement) -> dict[str, str]:
     """Return why micro-batches on GPUs have their size, and why they are packed or not."""
     if not device.on_gpu():
         return {}
     packing = packing_of(run)
     packed = f"{'packed' if packing.is_on else 'not packed'} ({packing.reason})"
-    if not run.micro_batch_tokens:
+    if not placement.micro_batch_tokens:
         return {"micro-batches": packed}
-    return {"micro-batches": f"{run.micro_batch_tokens:,} tokens ({run.micro_batch_reason}), {packed}"}
+    return {"micro-batches": f"{placement.micro_batch_tokens:,} tokens ({placement.micro_batch_reason}), {packed}"}
 
 
-def _reference_memory(run: ResolvedRun) -> dict[str, str]:
-    if not device.on_gpu() or not run.swaps_reference or not run.reference_memory:
+def _reference_memory(placement: Placement) -> dict[str, str]:
+    if not device.on_gpu() or not placement.reference_memory:
         return {}
-    memory = {"gpu": "GPU memory", "cpu": "host memory"}[run.reference_memory]
-    return {"reference weights": f"{memory} ({run.reference_memory_reason})"}
+    memory = {"gpu": "GPU memory", "cpu": "host memory"}[placement.reference_memory]
+    return {"reference weights": f"{memory} ({placement.reference_reason})"}
 
 
 def _lr_text(run: ResolvedRun) -> str:

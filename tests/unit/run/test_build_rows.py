@@ -12,13 +12,11 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.device import kernels
+from nemo_kto.device import device, kernels
 from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.run import build
 from nemo_kto.run import reference_setup as reference
-from nemo_kto.run.data import too_few_rows
-from nemo_kto.run.row_counts import shares_of, source_settings
+from nemo_kto.run.data import shares_of, source_settings, too_few_rows
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 
@@ -133,8 +131,8 @@ def test_a_rank_packs_only_with_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}", *keys)
-    monkeypatch.setattr(build.device, "on_gpu", lambda: True)
-    monkeypatch.setattr(build.device, "gpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "gpu_has_bf16", lambda: has_bf16)
     monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: engine)
     monkeypatch.setattr(kernels, "varlen_attention", lambda dtype: print if kernel else None)
     assert packing_of(run).is_on is is_on

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.data.batches.dataset import SplitCounts, Splits
-from nemo_kto.run.row_counts import split_text
+from nemo_kto.run.data import split_text
 from nemo_kto.run.summary import balance_line, row_lines
 from tests.helpers.published_configs import published, write
 

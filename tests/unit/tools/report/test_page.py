@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from email.message import Message
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.tools.report import report_command as report
 from nemo_kto.tools.report.facts import MINUS, answers
 from nemo_kto.tools.report.plots import common_bins
-from nemo_kto.tools.report.report_page import content_of, html
+from nemo_kto.tools.report.report_page import content_of, html, write_report
 from nemo_kto.utils.locks import this_process
 from tests.helpers.run_folders import changed, data_of, healthy, write_extras, write_run
 
@@ -141,11 +140,10 @@ def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkey
     end_run(folder, RUNNING)
     left = folder / f".report.html-{'0' * 32}"
     left.touch()
-    run: Any = SimpleNamespace(folder=folder, cfg=SimpleNamespace(export=SimpleNamespace(report=True)))
-    lifecycle.complete_record(run)
+    lifecycle.complete_record(folder, write_report)
     assert (read_run(folder).state.word, left.exists()) == (FINISHED, False)
     written = (folder / "report.html").stat().st_mtime_ns
-    lifecycle.complete_record(run)
+    lifecycle.complete_record(folder, write_report)
     assert (folder / "report.html").stat().st_mtime_ns == written, "once"
 
 
