@@ -50,53 +50,80 @@ def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement:
 
 def start_lines(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
     """Return the lines of the table before training, by label."""
-    cfg, model, architecture, settings = run.cfg, run.cfg.model, policy.architecture, run.adapters
+    cfg, model, architecture = run.cfg, run.cfg.model, policy.architecture
     data, samples, resumption = start
-    batches, reference = len(data.train.batch_sampler), f"{run.reference.name} ({run.reference.reason})"
-    parameters, trained, adapters = _count(wanted_weights(architecture)), "all trained", "none"
-    if settings is not None:
-        trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
-        layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
-        origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
-        modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
-        adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
-    source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
-    resumed = "" if resumption.checkpoint is None else f", resumed after step {resumption.checkpoint.step}"
-    unit, rest = cfg.recipe.unit, data.splits.in_use["train"].counts.rows % model.global_batch_size
-    omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
+    unit = cfg.recipe.unit
     lines = {
-        "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
+        "model": (
+            f"{cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name}), "
+            f"{short(_count(wanted_weights(architecture)))} parameters, {_trained_text(run, architecture)}"
+        ),
         **policy.weights_line,
         **run.files.output_line,
-        "adapters": adapters,
-        **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
-        **row_lines(data.splits),
-        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
+        "adapters": _adapters_text(run, architecture),
+    }
+
+    # Rows
+    lines |= {name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()}
+    lines |= row_lines(data.splits)
+    lines |= cfg.recipe.start_lines(cfg.loss, data.splits.train)
+
+    # Steps
+    batches = len(data.train.batch_sampler)
+    steps = run.length.total_steps(batches)
+    resumed = "" if resumption.resumed_step is None else f", resumed after step {resumption.resumed_step}"
+    rest = data.splits.in_use["train"].counts.rows % model.global_batch_size
+    omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
+    lines |= {
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
         "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {placement.limits}{omitted}",
         **_micro_batches(run, placement),
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
-        "layout": layout_text(
-            data=parallel_state.get_data_parallel_world_size(),
-            context=model.context_parallel_size,
-            tensor=model.tensor_model_parallel_size,
-            pipeline=model.pipeline_model_parallel_size,
-            stages=run.split.text(architecture.num_layers),
-            sequence_parallel=model.sequence_parallel,
-            experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
-            optimizer_instances=model.optim.num_distributed_optimizer_instances,
-        ),
-        **({} if architecture.experts is None else balance_line(model.moe_aux_loss_coeff, run.files.config[0])),
-        "device": _device_text(),
-        "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
-        "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
-        **_reference_memory(placement),
-        **({} if samples is None else {"samples": samples_text(run, samples, data.splits)}),
-        "run folder": str(run.folder),
     }
+
+    # Ranks
+    lines["layout"] = layout_text(
+        data=parallel_state.get_data_parallel_world_size(),
+        context=model.context_parallel_size,
+        tensor=model.tensor_model_parallel_size,
+        pipeline=model.pipeline_model_parallel_size,
+        stages=run.split.text(architecture.num_layers),
+        sequence_parallel=model.sequence_parallel,
+        experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
+        optimizer_instances=model.optim.num_distributed_optimizer_instances,
+    )
+    if architecture.experts is not None:
+        lines |= balance_line(model.moe_aux_loss_coeff, run.files.config[0])
+    lines["device"] = _device_text()
+    lines["precision"] = f"{cfg.trainer.precision} ({run.precision_reason})"
+
+    # Reference
+    reference = f"{run.reference.name} ({run.reference.reason})"
+    lines["reference"] = reference if run.reference_model is None else f"{reference}, {run.reference_model}"
+    lines |= _reference_memory(placement)
+
+    if samples is not None:
+        lines["samples"] = samples_text(run, samples, data.splits)
+    lines["run folder"] = str(run.folder)
     slow = _slow_paths(run, architecture, placement.limits)
     return lines | {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
+
+
+def _trained_text(run: ResolvedRun, architecture: Architecture) -> str:
+    if run.adapters is None:
+        return "all trained"
+    return f"{short(_count(wanted_adapters(architecture, run.adapters)))} in adapters trained"
+
+
+def _adapters_text(run: ResolvedRun, architecture: Architecture) -> str:
+    settings, folder = run.adapters, run.files.adapter_folder
+    if settings is None:
+        return "none"
+    modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
+    layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
+    origin = "" if folder is None else f", from {folder}"
+    return f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
 
 
 def _slow_paths(run: ResolvedRun, architecture: Architecture, limits: MicroBatchLimits) -> list[str]:
