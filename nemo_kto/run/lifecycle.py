@@ -18,7 +18,7 @@ import transformers
 from nemo_kto import __version__
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.adapter_files import is_our_adapter
-from nemo_kto.artifacts.checkpoint_files import best_of, find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import Checkpoint, best_of, find_checkpoints
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.checkpoint.manager import load_weights_only
 from nemo_kto.config.resolved import ResolvedRun
@@ -140,41 +140,53 @@ def check_export(run: ResolvedRun) -> None:
     state.on_rank_zero(check, "{}")
 
 
-def finish(
-    run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: float, write_report: ReportWriter | None
-) -> None:
-    """Export the configured model, write the page and print the summary of the run; collective.
-
-    ``seconds``: time of training.
-    """
+def export_model(run: ResolvedRun, policy: Policy) -> Checkpoint | None:
+    """Export the configured model, unless exports are disabled; return the best of the kept checkpoints. Collective."""
     export, ranking = run.cfg.export, run.cfg.exp_manager.checkpoint_callback_params
     kept = state.from_rank_zero(lambda: find_checkpoints(run.checkpoints))
     best = best_of(kept, monitor=ranking.monitor, mode=ranking.mode)
-    if export.enabled:
-        exported = kept[-1] if kept else None
-        if export.which == "best" and best is not None:
-            exported = best
-            load_weights_only(best.folder, policy.chunks)
-        elif export.which == "best" and state.is_rank_zero():
-            text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
-            logger.warning(text, ranking.monitor)
-        later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
-        try:
-            export_policy(
-                policy,
-                out=Path(export.path),
-                adapter_out=Path(export.adapter_path),
-                info={} if exported is None else exported.info,
-                run_folder=run.folder,
-                max_shard_size_gb=export.max_shard_size_gb,
-            )
-        except UserError as error:
-            raise UserError(f"{error}; {later}") from error
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; {later}") from error
-    record_end(run.folder, trainer)
+    if not export.enabled:
+        return best
+    exported = kept[-1] if kept else None
+    if export.which == "best" and best is not None:
+        exported = best
+        load_weights_only(best.folder, policy.chunks)
+    elif export.which == "best" and state.is_rank_zero():
+        text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
+        logger.warning(text, ranking.monitor)
+    later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
+    try:
+        export_policy(
+            policy,
+            out=Path(export.path),
+            adapter_out=Path(export.adapter_path),
+            info={} if exported is None else exported.info,
+            run_folder=run.folder,
+            max_shard_size_gb=export.max_shard_size_gb,
+        )
+    except UserError as error:
+        raise UserError(f"{error}; {later}") from error
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; {later}") from error
+    return best
+
+
+def finish(
+    run: ResolvedRun,
+    policy: Policy,
+    trainer: DPOTrainer,
+    *,
+    best: Checkpoint | None,
+    seconds: float,
+    write_report: ReportWriter | None,
+) -> None:
+    """Record the end of a run, write its page and print its summary, on rank 0.
+
+    ``best``: the best of the kept checkpoints; ``seconds``: time of training.
+    """
     if state.is_rank_zero():
-        report = make_report(run.folder, write_report) if export.report else None
+        record_end(run.folder, trainer)
+        report = make_report(run.folder, write_report) if run.cfg.export.report else None
         print(f"\n{end_table(run, policy, trainer, best=best, report=report, seconds=seconds)}", flush=True)
 
 
@@ -234,7 +246,7 @@ def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def record_failure(folder: Path, trainer: DPOTrainer) -> Iterator[None]:
+def recording_failure(folder: Path, trainer: DPOTrainer) -> Iterator[None]:
     """Record the end of a run that is stopped or fails within the block."""
     try:
         yield

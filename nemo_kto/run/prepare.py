@@ -38,7 +38,7 @@ from nemo_kto.run.samples import SamplePrompts, build_prompts
 logger = logging.getLogger(__name__)
 
 
-def settle(run: ResolvedRun) -> ResolvedRun:
+def agree_between_ranks(run: ResolvedRun) -> ResolvedRun:
     """Return the run with rank 0's models and precision; collective, before anything else is read or built."""
     run = _agree_on_models(run)
     return run.with_precision(*state.from_rank_zero(lambda: choose_precision(run), doing="choosing the precision"))

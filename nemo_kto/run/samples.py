@@ -225,7 +225,7 @@ def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Reward
     ranked = sorted((k for k in range(total) if math.isfinite(agreement[k])), key=lambda k: (agreement[k], order[k]))
     shown = min(_EXTREMES, len(ranked) // 2)
 
-    def record(k: int, *, best: bool) -> ExtremeRow:
+    def extreme(k: int, *, best: bool) -> ExtremeRow:
         answers = examples[k].answers
         return ExtremeRow(
             step=step,
@@ -237,7 +237,7 @@ def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Reward
             answers={name: _row_text(data.tokenizer, tokens, examples[k].prompt_ids) for name, tokens in answers.items()},
         )
 
-    return [record(k, best=False) for k in ranked[:shown]] + [record(k, best=True) for k in ranked[::-1][:shown]]
+    return [extreme(k, best=False) for k in ranked[:shown]] + [extreme(k, best=True) for k in ranked[::-1][:shown]]
 
 
 def _row_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], prompt_ids: Iterable[int]) -> str:

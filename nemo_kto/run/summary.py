@@ -207,13 +207,13 @@ def end_table(
     cfg, name, metrics = run.cfg, run.cfg.recipe.name, run.folder / METRICS_FILE
     is_early = trainer.step < trainer.max_steps
     early_stopping = trainer.stopped_early if is_early else None
-    state_text, next_step, lines = "finished", "train longer", dict[str, str]()
+    outcome, next_step, lines = "finished", "train longer", dict[str, str]()
     overrides = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
     if early_stopping is not None:
-        state_text, lines["early stopping"] = "stopped by early stopping", early_stopping
+        outcome, lines["early stopping"] = "stopped by early stopping", early_stopping
         overrides.append("exp_manager.create_early_stopping_callback=false")
     elif is_early:
-        state_text, next_step = f"stopped by trainer.max_time={cfg.trainer.max_time}", "resume"
+        outcome, next_step = f"stopped by trainer.max_time={cfg.trainer.max_time}", "resume"
     else:
         _, limits = run.length.what_ends(len(trainer.train_dataloader.batch_sampler))
         max_steps = -1 if "max_epochs" in limits else 2 * trainer.max_steps
@@ -229,7 +229,7 @@ def end_table(
         lines["samples"] = str(run.folder / SAMPLES_FILE)
     lines |= {} if report is None else {"report": str(report)}
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
-    return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
+    return table(f"nemo-kto {name} {outcome} after {done} in {duration_text(seconds)}", lines)
 
 
 def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:

@@ -17,14 +17,15 @@ from nemo_kto.run.lifecycle import (
     ReportWriter,
     check_export,
     end_finished_run,
+    export_model,
     finish,
     hold_run_folder,
-    record_failure,
     record_start,
+    recording_failure,
     stop_early,
 )
 from nemo_kto.run.policy import build_policy, warn_of_adapters
-from nemo_kto.run.prepare import check_machines, fit_to_memory, prepare, settle
+from nemo_kto.run.prepare import agree_between_ranks, check_machines, fit_to_memory, prepare
 from nemo_kto.run.resume import check_validation_rows
 from nemo_kto.run.summary import print_start_table
 from nemo_kto.telemetry.loggers import collect_warnings
@@ -38,7 +39,7 @@ def train(run: ResolvedRun, *, write_report: ReportWriter | None = None) -> None
     """
     init_ranks(run.cfg, folder=run.folder)
     with hold_run_folder(run.folder), collect_warnings() as warnings:
-        run = settle(run)  # final: what is found out below has values of its own
+        run = agree_between_ranks(run)  # final: what is found out below has values of its own
         machines = check_machines(run)
 
         with watchdog.phase("opening the logs"):
@@ -72,12 +73,14 @@ def train(run: ResolvedRun, *, write_report: ReportWriter | None = None) -> None
             begin = partial(record_start, run, start, summary=summary, trainer=trainer, warnings=warnings)
             state.on_rank_zero(begin, "the configuration could not be written: {}")
             began = time.monotonic()
-            with record_failure(run.folder, trainer):
+            with recording_failure(run.folder, trainer):
                 trainer.fit()
                 if trainer.ended_early:
                     stop_early(run, trainer)
+                seconds = time.monotonic() - began
                 with watchdog.phase("export"):
-                    finish(run, policy, trainer, seconds=time.monotonic() - began, write_report=write_report)
+                    best = export_model(run, policy)
+                    finish(run, policy, trainer, best=best, seconds=seconds, write_report=write_report)
         state.destroy()
 
 

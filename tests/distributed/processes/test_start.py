@@ -66,7 +66,7 @@ def test_a_resumed_run_keeps_its_precision(
         file = make_checkpoint(tmp_path / "checkpoints", 1) / "trainer.json"
         file.write_text(info_text({**json.loads(file.read_text()), "dtype": dtype}))
     monkeypatch.setattr(prepare, "bf16_support", lambda: support(native))
-    run = prepare.settle(resolved(tiny_llama, kto_rows, tmp_path, 1, ["trainer.precision=auto"]))
+    run = prepare.agree_between_ranks(resolved(tiny_llama, kto_rows, tmp_path, 1, ["trainer.precision=auto"]))
     assert run.cfg.trainer.precision == precision
     warning = Message("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")
     assert caplog.messages == [warning] * ((precision, native) == ("bf16", False))
@@ -84,7 +84,7 @@ def test_bf16_on_a_cpu_that_is_too_slow(
 
     def resolve(precision: str) -> str:
         run = resolved(tiny_llama, kto_rows, tmp_path, 1, [f"trainer.precision={precision}"])
-        return str(prepare.settle(run).cfg.trainer.precision)
+        return str(prepare.agree_between_ranks(run).cfg.trainer.precision)
 
     remedy = "trainer.precision=32" if saved else "auto or 32"
     with raises(UserError, "trainer.precision", "10 times", "bf16", SLOW, remedy, "trainer.precision=bf16-forced"):
