@@ -1,4 +1,4 @@
-"""The run before its model is built: models and precision of all ranks, checks, data, resume checks, and memory."""
+"""Preparation of a run before its model is built: models and precision, checks, data, resume checks, and memory."""
 
 from __future__ import annotations
 

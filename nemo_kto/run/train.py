@@ -39,7 +39,7 @@ def train(run: ResolvedRun, *, write_report: ReportWriter | None = None) -> None
     """
     init_ranks(run.cfg, folder=run.folder)
     with hold_run_folder(run.folder), collect_warnings() as warnings:
-        run = agree_between_ranks(run)  # final: what is found out below has values of its own
+        run = agree_between_ranks(run)  # final: facts that are found later have values of their own
         machines = check_machines(run)
 
         with watchdog.phase("opening the logs"):

@@ -58,7 +58,7 @@ def test_sizes_and_memory_are_chosen_once(
     run = resolved(*given, "trainer.precision=32", f"model.reference.mode={mode}")
     placement = fit_to_memory(run, DATA, MACHINES)
     assert (placement.limits.tokens, placement.reference_on_gpu) == (tokens, reference_on_gpu)
-    assert caplog.messages == [f"{4096 if on_gpu else None} {memory} 900"], "the longest row, with what was chosen"
+    assert caplog.messages == [f"{4096 if on_gpu else None} {memory} 900"], "of the longest row, with both choices"
     shown = summary._micro_batches(run, placement) | summary._reference_memory(placement)
     assert [*shown.values()] == lines
     assert (run.micro_batch_tokens, run.reference_memory) == (None, ""), "the run stays as it was"
