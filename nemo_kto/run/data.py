@@ -124,6 +124,21 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
     return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
 
 
+def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
+    """Raise UserError if something that needs validation rows is configured, such as early stopping, and there are none."""
+    samples = cfg.exp_manager.samples
+    needs = {
+        "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
+        "exp_manager.create_early_stopping_callback": (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
+        "exp_manager.samples.count": (samples.count > 0, samples.count, 0),
+        "exp_manager.samples.prompts": (samples.prompts is not None, samples.prompts, "null"),
+    }
+    for key, (is_needed, value, without) in needs.items():
+        if is_needed and not data.validation:
+            text = f"must leave rows for validation with {key}={value}, got none from {cfg.model.data.splits_string}"
+            raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set {key}={without}')
+
+
 def log_warnings(cfg: RunConfig, splits: Splits[Any]) -> None:
     """Log the warnings about the rows of each split, and about the loss with these rows."""
     of_sets = [examples.counts.warnings(name, seq_length=cfg.seq_length) for name, examples in splits.in_use.items()]

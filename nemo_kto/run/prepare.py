@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def agree_between_ranks(run: ResolvedRun) -> ResolvedRun:
     """Return the run with rank 0's models and precision; collective, before anything else is read or built."""
     run = _agree_on_models(run)
-    return run.with_precision(*state.from_rank_zero(lambda: choose_precision(run), doing="choosing the precision"))
+    return run.with_precision(*state.from_rank_zero(partial(choose_precision, run), doing="choosing the precision"))
 
 
 def _agree_on_models(run: ResolvedRun) -> ResolvedRun:
@@ -93,7 +93,7 @@ def choose_precision(run: ResolvedRun) -> tuple[str, str]:
 
 def check_machines(run: ResolvedRun) -> Machines:
     """Return the machines of the ranks; all ranks raise UserError if one cannot run the configuration. Collective."""
-    state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
+    state.raise_together(state.attempt(partial(check_gpu, run)), "{}")
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
     machines = replace(these_machines(run, ranks=world_size, local=local, timed=False), repeats_keys=repeats_keys(run))
@@ -116,9 +116,9 @@ def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -
     UserError if the weights are of another model, the data cannot be used or are too few, or the run cannot be resumed with
     this configuration.
     """
-    state.on_rank_zero(lambda: check_sources(run), "{}")
+    state.on_rank_zero(partial(check_sources, run), "{}")
     tokenizer = model_tokenizer(run.files)
-    date = state.from_rank_zero(lambda: template_date(run), doing="reading the date of the run")
+    date = state.from_rank_zero(partial(template_date, run), doing="reading the date of the run")
     with state.main_process_first(doing="reading and tokenising the rows"):
         splits = read_splits(
             run,

@@ -171,21 +171,6 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
     )
 
 
-def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
-    """Raise UserError if something that needs validation rows is configured, such as early stopping, and there are none."""
-    samples = cfg.exp_manager.samples
-    needs = {
-        "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
-        _EARLY_STOPPING: (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
-        "exp_manager.samples.count": (samples.count > 0, samples.count, 0),
-        "exp_manager.samples.prompts": (samples.prompts is not None, samples.prompts, "null"),
-    }
-    for key, (is_needed, value, without) in needs.items():
-        if is_needed and not data.validation:
-            text = f"must leave rows for validation with {key}={value}, got none from {cfg.model.data.splits_string}"
-            raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set {key}={without}')
-
-
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
     """Result of the resume checks on the run folder."""

@@ -13,6 +13,7 @@ from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.processes import signals, watchdog
 from nemo_kto.run.build_trainer import build_trainer, check_logs
+from nemo_kto.run.data import check_validation_rows
 from nemo_kto.run.lifecycle import (
     ReportWriter,
     check_export,
@@ -26,7 +27,6 @@ from nemo_kto.run.lifecycle import (
 )
 from nemo_kto.run.policy import build_policy, warn_of_adapters
 from nemo_kto.run.prepare import agree_between_ranks, check_machines, fit_to_memory, prepare
-from nemo_kto.run.resume import check_validation_rows
 from nemo_kto.run.summary import print_start_table
 from nemo_kto.telemetry.loggers import collect_warnings
 

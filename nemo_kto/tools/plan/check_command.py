@@ -124,10 +124,9 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
     """
     from nemo_kto.memory.micro_batches import measure
     from nemo_kto.memory.run_plan import degrees, make_plan, with_shared_prompts
-    from nemo_kto.run.data import split_text
+    from nemo_kto.run.data import check_validation_rows, split_text
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.prepare import prepare
-    from nemo_kto.run.resume import check_validation_rows
     from nemo_kto.run.samples import samples_text
     from nemo_kto.telemetry.text_table import epochs
 

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_kto.data.batches.dataset import KTOExample
 from nemo_kto.errors import UserError
-from nemo_kto.run.resume import check_validation_rows
+from nemo_kto.run.data import check_validation_rows
 from nemo_kto.run.samples import SamplePrompts, Sampler, _row_text, build_prompts
 from tests.helpers.messages import raises
 from tests.helpers.tiny_models import EOS, TURN_END, TURN_START, make_tokenizer
