@@ -35,7 +35,6 @@ from nemo_kto.utils.text import print_error, redact_file
 
 if TYPE_CHECKING:
     from nemo_kto.memory.run_plan import Machines
-    from nemo_kto.processes.launcher import RanksEnded
     from nemo_kto.records.run_record import RunRecord
 
 
@@ -121,7 +120,12 @@ class Job:
         if run.cfg.trainer.accelerator == "cpu":
             device.force_cpu()
         if self.world is None:
-            _check_folder(run.folder)
+            from nemo_kto.records.run_record import check_not_in_use
+
+            try:
+                check_not_in_use(run.folder)  # before the seconds that the imports of the ranks take
+            except UserError as error:
+                ranks.fail(error, world=None)
         if self.world is None and (run.local_ranks > 1 or sweep):
             own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
             self._train_in_ranks(run, [*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
@@ -145,15 +149,22 @@ class Job:
             print_error(f"nemo-kto: {text}")
 
     def _train_in_ranks(self, run: ResolvedRun, overrides: Sequence[str]) -> None:
-        """Train in ranks that are started for it; if they fail, exit with their status."""
+        """Train in ranks that are started for it; if they fail, record it, and exit with their status."""
         from nemo_kto.processes.launcher import RanksEnded
+        from nemo_kto.records.run_record import record_failure
 
         try:
             self.start_ranks(run, overrides)
         except UserError as error:
             ranks.fail(error, world=None)
         except RanksEnded as end:
-            self._exit_like(end, run.folder)
+            if end.message:
+                print_error(f"nemo-kto: {end.message}")
+            if end.status != signals.ENDED_EARLY:
+                with contextlib.suppress(OSError):
+                    record_failure(run.folder, redacted(end.message), since=ranks.started_at())
+            was_stopped = end.received or end.status == signals.ENDED_EARLY
+            raise (_Stop if was_stopped else SystemExit)(end.status) from None
 
     def start_ranks(
         self, run: ResolvedRun, overrides: Sequence[str], *, output: Callable[[str], object] | None = None
@@ -175,18 +186,6 @@ class Job:
             payload=ranks.pack_objects(self.objects),
             output=output,
         )
-
-    def _exit_like(self, end: RanksEnded, folder: Path) -> NoReturn:
-        """Exit with the status of the ranks, and record a failure of which they could not record it."""
-        if end.message:
-            print_error(f"nemo-kto: {end.message}")
-        if end.status != signals.ENDED_EARLY:
-            from nemo_kto.records.run_record import record_failure
-
-            with contextlib.suppress(OSError):
-                record_failure(folder, redacted(end.message), since=ranks.started_at())
-        was_stopped = end.received or end.status == signals.ENDED_EARLY
-        raise (_Stop if was_stopped else SystemExit)(end.status) from None
 
     def _train(self, run: ResolvedRun) -> None:
         """Train as a rank, and end it."""
@@ -229,16 +228,6 @@ class Job:
         with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
             watchdog.explain(explained)
         ranks.fail(explained, world=self.world)
-
-
-def _check_folder(folder: Path) -> None:
-    """End this process if another job uses the run folder, before the seconds that the imports of the ranks take."""
-    from nemo_kto.records.run_record import check_not_in_use
-
-    try:
-        check_not_in_use(folder)
-    except UserError as error:
-        ranks.fail(error, world=None)
 
 
 def _import_training() -> Callable[..., None]:

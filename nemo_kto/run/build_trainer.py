@@ -135,10 +135,15 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start, placement: Pla
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=[
-            *recording_callbacks(run, data, sampler, run_logger),
-            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
-        ],
+        callbacks=build_callbacks(
+            run,
+            start,
+            engine,
+            sampler=sampler,
+            reference=reference,
+            run_logger=run_logger,
+            max_steps=max_steps,
+        ),
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
         best_validation=build_best_validation(cfg),
@@ -186,19 +191,20 @@ def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManag
     )
 
 
-def recording_callbacks(run: ResolvedRun, data: RunData, sampler: Sampler | None, run_logger: RunLogger) -> list[Callback]:
-    """Build the callbacks that record the samples and the rewards of each validation."""
+def build_callbacks(
+    run: ResolvedRun,
+    start: Start,
+    engine: LogProbEngine,
+    *,
+    sampler: Sampler | None,
+    reference: ReferenceSetup,
+    run_logger: RunLogger,
+    max_steps: int,
+) -> list[Callback]:
+    """Build the callbacks: samples and rewards of validations, then training; the user's come last."""
     callbacks: list[Callback] = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
     if state.is_rank_zero():
-        callbacks.append(RewardCallback(record=run_logger.log_rewards, extremes=partial(extreme_rows, run, data)))
-    return callbacks
-
-
-def build_callbacks(
-    run: ResolvedRun, engine: LogProbEngine, reference: ReferenceSetup, *, max_steps: int, resumed_step: int | None
-) -> list[Callback]:
-    """Build the training callbacks except for checkpoints and loggers; the user's callbacks come last."""
-    callbacks: list[Callback] = []
+        callbacks.append(RewardCallback(record=run_logger.log_rewards, extremes=partial(extreme_rows, run, start.data)))
     if reference.precompute is not None:
         callbacks.append(PrecomputeReference(precompute=reference.precompute))
     if state.world_size() > 1:
@@ -218,7 +224,8 @@ def build_callbacks(
         ThroughputCallback(world_size=state.world_size(), peak_memory=device.peak_memory_bytes, peak_flops=peak)
     )
     if state.is_rank_zero():
-        progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=run.validation_titles)
+        first_step = start.resumption.resumed_step or 0
+        progress = Progress(total_steps=max_steps, start_step=first_step, validations=run.validation_titles)
         callbacks += [LoggerCallback(logger=progress), SpikeCallback()]
     return [*callbacks, *(find_callback(spec)() for spec in run.cfg.trainer.callbacks)]
 

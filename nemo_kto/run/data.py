@@ -103,25 +103,19 @@ def read_splits(
     return splits
 
 
-def check_number_of_rows(cfg: RunConfig, splits: Splits[Any], *, data_parallel: int) -> None:
-    """Raise DataError if there are too few training rows for a global batch."""
-    if splits.train is None:
-        raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
-    if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=data_parallel)) is not None:
-        raise DataError(wrong)
-
-
-def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
-    """Return why ``rows`` training rows are too few for a global batch, with a remedy; None if they suffice."""
+def check_number_of_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> None:
+    """Raise DataError, with a remedy, if there are too few training rows for a global batch."""
     wanted = cfg.model.global_batch_size
+    if not rows:
+        raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
     if rows >= wanted:
-        return None
+        return
     step = (cfg.model.micro_batch_size or 1) * data_parallel
     largest = rows // step * step
     remedy = "train on more rows (model.data.data_prefix)"
     if largest > cfg.loss.definition.needs_z0:
         remedy = f"set model.global_batch_size={largest}, or {remedy}"
-    return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
+    raise DataError(f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}")
 
 
 def check_validation_rows(cfg: RunConfig, data: RunData) -> None:

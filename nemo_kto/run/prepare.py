@@ -128,7 +128,7 @@ def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -
             cache_verified=not state.is_first_of_machine(),  # by the first process of the machine
         )
     rank, size = data_parallel or (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
-    check_number_of_rows(run.cfg, splits, data_parallel=size)
+    check_number_of_rows(run.cfg, 0 if splits.train is None else len(splits.train), data_parallel=size)
     if state.is_rank_zero():
         log_warnings(run.cfg, splits)
     data = build_data(run, splits, tokenizer=tokenizer, date=date, rank=rank, size=size)
