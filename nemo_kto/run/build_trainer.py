@@ -72,7 +72,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start, placement: Pla
         requeue=cfg.trainer.requeue,
     )
 
-    engine = build_engine(run, policy, placement.limits)
+    engine = build_engine(cfg, policy, placement.limits)
     sampler = build_sampler(
         run,
         engine,
@@ -155,14 +155,14 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start, placement: Pla
     return trainer
 
 
-def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
-    cfg, model = run.cfg.loss, run.cfg.model
+def build_engine(cfg: RunConfig, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
+    loss, model = cfg.loss, cfg.model
     return LogProbEngine(
         chunks=list(policy.chunks),
         vocab_size=policy.architecture.vocab_size,
         limits=limits,
-        forward_micro_batch_size=cfg.log_prob_forward_micro_batch_size,
-        average_log_probs=cfg.preference_average_log_probs or cfg.definition.average_log_probs,
+        forward_micro_batch_size=loss.log_prob_forward_micro_batch_size,
+        average_log_probs=loss.preference_average_log_probs or loss.definition.average_log_probs,
         logprob_chunk_size=model.logprob_chunk_size,
         logprob_gradient_summands=model.logprob_gradient_summands,
         flops=ModelFlops.of_model(policy.architecture, adapters=unwrap_model(policy.chunks[0]).adapters),

@@ -23,6 +23,7 @@ from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.checkpoint.manager import load_weights_only
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import save_config, settings_of_user
+from nemo_kto.config.schema import RunConfig
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, describe, redacted
 from nemo_kto.huggingface.folders import check_target
@@ -216,15 +217,15 @@ def record_start(
             "transformers": transformers.__version__,
         },
     }
-    begin_run(run.folder, run=content, data=data_statistics(run, start.data))
+    begin_run(run.folder, run=content, data=data_statistics(run.cfg, start.data))
     warnings.open_file(run.folder, step=lambda: trainer.step, resumed_step=resumed_step)
 
 
-def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
+def data_statistics(cfg: RunConfig, data: RunData) -> dict[str, Any]:
     """Return counts and lengths of the examples of each split, and numbers and loss weights of the training classes."""
     train = data.splits.train
     assert train is not None
-    weights = run.cfg.recipe.model_options(run.cfg.loss, train)
+    weights = cfg.recipe.model_options(cfg.loss, train)
     balance = {}
     if hasattr(train, "class_weights"):  # pairs have no classes
         balance = {
@@ -232,8 +233,8 @@ def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
             "weights": [weights[f"{name}_loss_weight"] for name in train.counts.classes],
         }
     return {
-        "unit": run.cfg.recipe.unit,
-        "seq_length": run.cfg.seq_length,
+        "unit": cfg.recipe.unit,
+        "seq_length": cfg.seq_length,
         "balance": balance,
         "sets": {
             name: {

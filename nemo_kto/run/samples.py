@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.dataset import SplitCounts, Splits
 from nemo_kto.data.batches.loader import gathered_examples
 from nemo_kto.data.rows.prompts import read_prompts
@@ -57,7 +58,7 @@ def build_prompts(
 
     Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
     """
-    settings = run.cfg.exp_manager.samples
+    cfg, settings = run.cfg, run.cfg.exp_manager.samples
     if not settings.enabled:
         return None
 
@@ -65,20 +66,20 @@ def build_prompts(
         encoder = RecordEncoder(
             tokenizer=tokenizer,
             vocab_size=model_vocab_size(run.files),
-            apply_chat_template=run.cfg.model.data.apply_chat_template,
+            apply_chat_template=cfg.model.data.apply_chat_template,
             date=date,
         )
         found = [
             Prompt(ids, tokenizer.decode(ids), None)
             for examples in splits.validation.values()
-            for ids in _of_examples(run, examples)
+            for ids in _of_examples(cfg, examples)
         ]
         if settings.prompts is not None:
-            found += _of_file(run, Path(settings.prompts), encoder)
+            found += _of_file(cfg, Path(settings.prompts), encoder)
         decoding = Decoding(
             stop_ids=encoder.stop_ids(),
             max_new_tokens=settings.max_new_tokens,
-            seq_length=run.cfg.seq_length,
+            seq_length=cfg.seq_length,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -89,9 +90,9 @@ def build_prompts(
     return state.from_rank_zero(build, doing="reading the prompts of the samples")
 
 
-def _of_examples(run: ResolvedRun, examples: Any) -> list[list[int]]:
+def _of_examples(cfg: RunConfig, examples: Any) -> list[list[int]]:
     """Return the first ``count`` distinct prompts of a validation set that leave room for an answer."""
-    settings, room = run.cfg.exp_manager.samples, _room(run)
+    settings, room = cfg.exp_manager.samples, _room(cfg)
     found = dict[tuple[int, ...], None]()
     for place in range(len(examples) if settings.count else 0):
         ids = tuple(map(int, examples[place].prompt_ids))
@@ -101,15 +102,15 @@ def _of_examples(run: ResolvedRun, examples: Any) -> list[list[int]]:
             break
     if settings.count and not found:
         text = f"must leave room for the prompt of a validation row, got {settings.max_new_tokens}"
-        raise UserError(f"{_MAX_NEW_TOKENS} {text} of model.data.seq_length={run.cfg.seq_length}; lower it")
+        raise UserError(f"{_MAX_NEW_TOKENS} {text} of model.data.seq_length={cfg.seq_length}; lower it")
     return [list(ids) for ids in found]
 
 
-def _of_file(run: ResolvedRun, file: Path, encoder: RecordEncoder) -> Iterator[Prompt]:
+def _of_file(cfg: RunConfig, file: Path, encoder: RecordEncoder) -> Iterator[Prompt]:
     """Yield the prompts of a file; UserError if any of them cannot be used."""
-    broken, room = RowErrors(), _room(run)
+    broken, room = RowErrors(), _room(cfg)
     try:
-        records = read_prompts(file, run.cfg.model.data.json_columns)
+        records = read_prompts(file, cfg.model.data.json_columns)
         encoded = encoder.encode_prompts(records)
         for record, ids in zip(records, encoded, strict=True):
             if isinstance(ids, RowError):
@@ -130,9 +131,9 @@ def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
     return Prompt(ids, str(of_user[-1].get("content")), list(record.prompt))
 
 
-def _room(run: ResolvedRun) -> int:
+def _room(cfg: RunConfig) -> int:
     """Return the maximum number of tokens of a prompt."""
-    return run.cfg.seq_length - run.cfg.exp_manager.samples.max_new_tokens
+    return cfg.seq_length - cfg.exp_manager.samples.max_new_tokens
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,6 +18,7 @@ from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.model_content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.schema import GPTConfig
 from nemo_kto.data.batches.dataset import Splits
 from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
@@ -76,7 +77,7 @@ def start_lines(run: ResolvedRun, policy: Policy, start: Start, placement: Place
     omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
     lines |= {
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
-        "lr": _lr_text(run),
+        "lr": _lr_text(model),
         "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {placement.limits}{omitted}",
         **_micro_batches(run, placement),
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
@@ -179,11 +180,11 @@ def _reference_memory(placement: Placement) -> dict[str, str]:
     return {"reference weights": f"{memory} ({placement.reference_reason})"}
 
 
-def _lr_text(run: ResolvedRun) -> str:
-    lr, scheme = run.cfg.model.optim.lr, run.cfg.model.peft.peft_scheme
+def _lr_text(model: GPTConfig) -> str:
+    lr, scheme = model.optim.lr, model.peft.peft_scheme
     if lr != DEFAULT_LR[scheme]:
         return f"{lr:g} (model.optim.lr)"
-    return f"{lr:g} (the default of model.optim.lr {'for adapters' if run.has_adapters else 'if all weights are trained'})"
+    return f"{lr:g} (the default of model.optim.lr {'if all weights are trained' if scheme == 'none' else 'for adapters'})"
 
 
 def _count(shapes: Shapes) -> int:
