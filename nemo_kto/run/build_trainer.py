@@ -74,12 +74,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start, placement: Pla
 
     engine = build_engine(cfg, policy, placement.limits)
     sampler = build_sampler(
-        run,
-        engine,
-        tokenizer=data.tokenizer,
-        samples=samples,
-        run_timer=run_timer,
-        is_resumed=resumed_step is not None,
+        run, engine, tokenizer=data.tokenizer, samples=samples, run_timer=run_timer, is_resumed=resumed_step is not None
     )
     reference = build_reference(
         run,
@@ -136,13 +131,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start, placement: Pla
         run_timer=run_timer,
         timers=timers,
         callbacks=build_callbacks(
-            run,
-            start,
-            engine,
-            sampler=sampler,
-            reference=reference,
-            run_logger=run_logger,
-            max_steps=max_steps,
+            run, start, engine, sampler=sampler, reference=reference, run_logger=run_logger, max_steps=max_steps
         ),
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
