@@ -36,9 +36,10 @@ from nemo_kto.memory.hardware import these_machines
 from nemo_kto.memory.micro_batches import repeats_keys
 from nemo_kto.memory.rank_memory import CONTEXT
 from nemo_kto.memory.run_plan import make_plan
-from nemo_kto.run import build
-from nemo_kto.run.row_counts import counted_rows
-from nemo_kto.run.start_summary import start_lines
+from nemo_kto.run.build_trainer import build_trainer
+from nemo_kto.run.policy import build_policy
+from nemo_kto.run.prepare import fit_to_memory, prepare
+from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.text_table import table
 from nemo_kto.telemetry.watch import device_peak_flops
 from nemo_kto.tools.plan.speed import speed_of
@@ -172,18 +173,22 @@ def train(words: list[str], *, steps: int, profiled: bool) -> dict[str, Any]:
     try:
         run = ResolvedRun.of(cfg)
         machines = replace(these_machines(run, ranks=1, local=1, timed=False), repeats_keys=repeats_keys(run))
-        start = build.prepare(run)
-        run = build.fit_to_memory(run, start.data, machines)
-        plan = make_plan(counted_rows(run, start.data.splits.in_use["train"].counts), machines)
+        start = prepare(run)
+        placement = fit_to_memory(run, start.data, machines)
+        counts = start.data.splits.in_use["train"].counts
+        planned = run.with_row_tokens(counts.tokens / counts.rows)
+        planned = planned.with_micro_batch_tokens(placement.micro_batch_tokens, placement.micro_batch_reason)
+        planned = planned.with_reference_memory(placement.reference_memory, placement.reference_reason)
+        plan = make_plan(planned, machines)
         gc.collect()
         if device.on_gpu():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        policy = build.build_policy(run)
+        policy = build_policy(run)
         device.synchronize()
         loaded = time.perf_counter()
-        print(table("nemo-kto kto", start_lines(run, policy, start.data, resumed_step=None)), file=sys.stderr)
-        trainer = build.build_trainer(run, policy, start)
+        print(table("nemo-kto kto", start_lines(run, policy, start, placement)), file=sys.stderr)
+        trainer = build_trainer(run, policy, start, placement)
         watch = Watch(steps=steps, profiled=profiled)
         trainer.callbacks = [*(each for each in trainer.callbacks if isinstance(each, PrecomputeReference)), watch]
         built = time.perf_counter()
@@ -195,8 +200,8 @@ def train(words: list[str], *, steps: int, profiled: bool) -> dict[str, Any]:
             "peak GB": device.peak_memory_bytes() / 1e9,
             "planned GB": (plan.largest.device - CONTEXT) / 1e9,
             "planned seconds": speed_of(plan).seconds,
-            "micro-batch tokens": run.micro_batch_tokens or run.cfg.model.micro_batch_tokens,
-            "reference on": run.reference_memory,
+            "micro-batch tokens": placement.micro_batch_tokens or run.cfg.model.micro_batch_tokens,
+            "reference on": placement.reference_memory,
             "layers of Transformer Engine": any(type(part).__name__.startswith("TE") for part in policy.chunks[0].modules()),
             "seconds to load": loaded - began,
             "seconds to build": built - loaded,

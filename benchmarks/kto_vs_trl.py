@@ -202,7 +202,9 @@ def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides
     from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.reference import CachedReference
-    from nemo_kto.run import build
+    from nemo_kto.run.build_trainer import build_trainer
+    from nemo_kto.run.policy import build_policy
+    from nemo_kto.run.prepare import Placement, prepare
 
     # TRL takes the KL response from the previous row, nemo_kto from the next row
     rows_file = Path(folder) / "rows.jsonl"
@@ -213,7 +215,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     run = ResolvedRun.of(cfg)
-    trainer: Any = build.build_trainer(run, build.build_policy(run), build.prepare(run))
+    trainer: Any = build_trainer(run, build_policy(run), prepare(run), Placement.of(run))
     dataset: list[KTOExample] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
     # the loader shuffles, and other neighbours are other KL examples
     in_order = trainer.train_dataloader.collate_fn(dataset)

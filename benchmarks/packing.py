@@ -70,7 +70,9 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
     from nemo_kto.config import compose
     from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.distributed import state
-    from nemo_kto.run import build
+    from nemo_kto.run.build_trainer import build_trainer
+    from nemo_kto.run.policy import build_policy
+    from nemo_kto.run.prepare import Placement, prepare
 
     rows_file = Path(folder) / "rows.jsonl"
     rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -92,7 +94,7 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     run = ResolvedRun.of(cfg)
-    trainer = build.build_trainer(run, build.build_policy(run), build.prepare(run))
+    trainer = build_trainer(run, build_policy(run), prepare(run), Placement.of(run))
     batch = next(iter(trainer.train_dataloader))
     # a little less likely than the policy has them: of equal or of far values, loss and KL would say nothing
     reference = 1.01 * trainer.model.get_ref_policy_logprobs(batch)

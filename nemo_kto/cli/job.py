@@ -8,17 +8,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
+from nemo_kto.cli.tools import tool
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig, does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
@@ -32,6 +33,10 @@ from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.files import redact_file
 from nemo_kto.utils.text import print_error
+
+if TYPE_CHECKING:
+    from nemo_kto.memory.run_plan import Machines
+    from nemo_kto.records.run_record import RunRecord
 
 
 class _Stop(SystemExit):
@@ -58,19 +63,18 @@ class Job:
         """Return the overrides with a layout in the place of recipe=auto, and print it; raise InvalidConfig for mistakes."""
         if not any(map(compose.is_auto, overrides)):
             return list(overrides)
-        from nemo_kto.memory.hardware import Machines, known_gpu, these_machines
-        from nemo_kto.tools.plan.auto import settle
+        settled, line = tool("plan.auto").settle(overrides, self.checker(sweep=sweep), self._machines)
+        self._note([line])
+        return list(settled)
 
-        def machines_of(run: ResolvedRun) -> Machines:
-            machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
-            memory = machines.hardware.memory  # drivers may report slightly different sizes to the ranks
-            known = known_gpu(machines.hardware.name)
-            return machines.with_memory((memory if known is None else min(known.memory, memory)) // 1e9 * 1e9)
+    def _machines(self, run: ResolvedRun) -> Machines:
+        """Return the machines for which recipe=auto chooses a layout, the same on all ranks."""
+        from nemo_kto.memory.hardware import known_gpu, these_machines
 
-        settled, line = settle(overrides, self.checker(sweep=sweep), machines_of)
-        if self.world is None or self.world.rank == 0:
-            print_error(f"nemo-kto: {line}")
-        return settled
+        machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
+        memory = machines.hardware.memory  # drivers may report slightly different sizes to the ranks
+        known = known_gpu(machines.hardware.name)
+        return machines.with_memory((memory if known is None else min(known.memory, memory)) // 1e9 * 1e9)
 
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
         """Print why a command line does not compose, and exit."""
@@ -106,23 +110,17 @@ class Job:
     def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
         """Check ``config``, composed with ``overrides``, then train in this process or in ranks started for it."""
         try:
-            if any(map(compose.is_auto, overrides)):
-                overrides, folder = self.settled(overrides, sweep=sweep), config.exp_manager.explicit_log_dir
-                config = compose.load(overrides, source=self.source)
-                if sweep:  # else it may be an expression of keys that were set
-                    config.exp_manager.explicit_log_dir = folder
+            config, overrides = self._with_layout(config, overrides, sweep=sweep)
             run = self.checker(sweep=sweep).resolve(overrides, config)
         except InvalidConfig as error:
             refuse_mistakes(error.errors, self.world)
         gc.enable()
-        is_first = self.world is None or self.world.rank == 0
         unused = list(unused_keys(run)) if sweep else []
-        for mistake in unused if is_first else ():
-            print_error(f"nemo-kto: unused in this job: {mistake}")
+        self._note(f"unused in this job: {mistake}" for mistake in unused)
         if run.cfg.trainer.accelerator == "cpu":
             device.force_cpu()
         if self.world is None:
-            from nemo_kto.records.run_record import check_not_in_use, record_failure
+            from nemo_kto.records.run_record import check_not_in_use
 
             try:
                 check_not_in_use(run.folder)  # before the seconds that the imports of the ranks take
@@ -130,24 +128,43 @@ class Job:
                 ranks.fail(error, world=None)
         if self.world is None and (run.local_ranks > 1 or sweep):
             own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
-            from nemo_kto.processes.launcher import RanksEnded
-
-            try:
-                self.start_ranks(run, [*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
-            except UserError as error:
-                ranks.fail(error, world=None)
-            except RanksEnded as end:
-                if end.message:
-                    print_error(f"nemo-kto: {end.message}")
-                if end.status != signals.ENDED_EARLY:
-                    with contextlib.suppress(OSError):
-                        record_failure(run.folder, redacted(end.message), since=ranks.started_at())
-                was_stopped = end.received or end.status == signals.ENDED_EARLY
-                raise (_Stop if was_stopped else SystemExit)(end.status) from None
+            self._train_in_ranks(run, [*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
         else:
-            for note in compose.notes(config) if is_first else ():
-                print_error(f"nemo-kto: {note}")
+            self._note(compose.notes(config))
             self._train(run)
+
+    def _with_layout(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool) -> tuple[DictConfig, Sequence[str]]:
+        """Return the configuration and its overrides with a layout in the place of recipe=auto."""
+        if not any(map(compose.is_auto, overrides)):
+            return config, overrides
+        overrides, folder = self.settled(overrides, sweep=sweep), config.exp_manager.explicit_log_dir
+        config = compose.load(overrides, source=self.source)
+        if sweep:  # else it may be an expression of keys that were set
+            config.exp_manager.explicit_log_dir = folder
+        return config, overrides
+
+    def _note(self, texts: Iterable[str]) -> None:
+        """Print notes for the user, on the first rank."""
+        for text in texts if self.world is None or self.world.rank == 0 else ():
+            print_error(f"nemo-kto: {text}")
+
+    def _train_in_ranks(self, run: ResolvedRun, overrides: Sequence[str]) -> None:
+        """Train in ranks that are started for it; if they fail, record it, and exit with their status."""
+        from nemo_kto.processes.launcher import RanksEnded
+        from nemo_kto.records.run_record import record_failure
+
+        try:
+            self.start_ranks(run, overrides)
+        except UserError as error:
+            ranks.fail(error, world=None)
+        except RanksEnded as end:
+            if end.message:
+                print_error(f"nemo-kto: {end.message}")
+            if end.status != signals.ENDED_EARLY:
+                with contextlib.suppress(OSError):
+                    record_failure(run.folder, redacted(end.message), since=ranks.started_at())
+            was_stopped = end.received or end.status == signals.ENDED_EARLY
+            raise (_Stop if was_stopped else SystemExit)(end.status) from None
 
     def start_ranks(
         self, run: ResolvedRun, overrides: Sequence[str], *, output: Callable[[str], object] | None = None
@@ -171,49 +188,65 @@ class Job:
         )
 
     def _train(self, run: ResolvedRun) -> None:
+        """Train as a rank, and end it."""
         ranks.raise_open_files()
-        model = run.cfg.model
+        model, trainer = run.cfg.model, run.cfg.trainer
         variables = environment.of_run(
             ranks=run.world_size(self.world),
             tensor_parallel=model.tensor_model_parallel_size,
             context_parallel=model.context_parallel_size,
-            deterministic=run.cfg.trainer.deterministic,
+            deterministic=trainer.deterministic,
         )
         environment.set_defaults(variables)  # before Transformer Engine is imported and CUDA starts
-        stop_signals, requeues = run.cfg.trainer.stop_signals, run.cfg.trainer.requeue
         try:
-            signals.listen(stop_signals, has_launcher=ranks.has_launcher())
-            # Imported objects are never freed. Collecting garbage during the imports would scan millions of them: 0.6 s.
-            gc.disable()
-            check_transformer_engine()
-            from nemo_kto.run import build
-
-            gc.freeze()
-            gc.enable()
+            signals.listen(trainer.stop_signals, has_launcher=ranks.has_launcher())
+            train = _import_training()
             # Repeated, because each job of a sweep prints its own warnings.
             set_up_logging(rank=0 if self.world is None else self.world.rank)
             take_over()
-            build.train(run)
-        except signals.Stopped as stop:
-            self._end_early(stop, requeues=requeues)
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            # in a rank that a launcher started, only a callback or a loss raises the last two
-            if isinstance(error, KeyboardInterrupt) and not ranks.has_launcher():
-                ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
-            if (stopped := signals.raised()) is not None:  # the interrupted code may fail with another error
-                self._end_early(stopped, requeues=requeues)
-            from nemo_kto.processes import watchdog
-
-            explained = ranks.explain_open_files(error)
-            with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
-                watchdog.explain(explained)
-            ranks.fail(explained, world=self.world)
+            train(run, write_report=write_report)
+        except BaseException as error:
+            self._end_rank(error, requeues=trainer.requeue)
         ranks.confirm_end()
 
-    def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:
-        if str(stop) and requeues and os.environ.get("RANK", "0") == "0":
-            ranks.requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
-        ranks.end_early(str(stop), world=self.world)
+    def _end_rank(self, error: BaseException, *, requeues: bool) -> NoReturn:
+        """End this rank after an error or a stop signal.
+
+        In a rank that a launcher started, only a callback or a loss raises KeyboardInterrupt or SystemExit.
+        """
+        if isinstance(error, KeyboardInterrupt) and not ranks.has_launcher():
+            ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
+        # the code that a signal interrupts may fail with another error
+        stop = error if isinstance(error, signals.Stopped) else signals.raised()
+        if stop is not None:
+            if str(stop) and requeues and os.environ.get("RANK", "0") == "0":
+                ranks.requeue(os.environ)  # with an empty message, the job was requeued when the checkpoint was saved
+            ranks.end_early(str(stop), world=self.world)
+        from nemo_kto.processes import watchdog
+
+        explained = ranks.explain_open_files(error)
+        with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
+            watchdog.explain(explained)
+        ranks.fail(explained, world=self.world)
+
+
+def _import_training() -> Callable[..., None]:
+    """Import the training job, which imports torch and megatron-core.
+
+    Imported objects are never freed. Collecting garbage during the imports would scan millions of them: 0.6 s.
+    """
+    gc.disable()
+    check_transformer_engine()
+    from nemo_kto.run.train import train
+
+    gc.freeze()
+    gc.enable()
+    return train
+
+
+def write_report(runs: Sequence[RunRecord], out: Path) -> None:
+    """Write the page about runs; see ``nemo_kto.tools.report``."""
+    tool("report.report_page").write_report(runs, out)
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:

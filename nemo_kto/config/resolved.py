@@ -44,6 +44,16 @@ _MAX_DEFAULT_LENGTH = 2048
 
 # Keys that name a model or adapters: a folder, or a model of the Hugging Face hub (model_files/hub.py).
 MODEL_KEYS = ("pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path", "model.peft.restore_from_path")
+# Model settings of a layout -> their values without one. recipe=auto chooses them; all ranks must have the same.
+LAYOUT_SETTINGS: Mapping[str, object] = {
+    **dict.fromkeys((f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")), 1),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")),
+    **dict.fromkeys(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+    **dict.fromkeys((f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
+    "sequence_parallel": False,
+    **dict.fromkeys(f"activations_checkpoint_{name}" for name in ("granularity", "method", "num_layers")),
+    **dict.fromkeys(("micro_batch_size", "micro_batch_tokens")),
+}
 Base = TypeVar("Base", bound=BaseModel)
 
 
@@ -173,6 +183,7 @@ class ResolvedRun:
     gpus: int  # number of GPUs of this machine that the run may use
     precision_reason: str = "set by the user"  # why trainer.precision has its value
     length_reason: str = "set by the user"  # why model.data.seq_length has its value
+    # Of a run whose memory is planned (see ``memory``); a run that is trained has them in a ``run.prepare.Placement``.
     row_tokens: float | None = None  # mean over the training rows, of all answers together; None before they are read
     micro_batch_tokens: int | None = None  # default of model.micro_batch_tokens on GPUs; None before it is chosen
     micro_batch_reason: str = ""
@@ -332,12 +343,12 @@ class ResolvedRun:
     @cached_property
     def has_new_kl_examples(self) -> bool:
         """Whether later epochs have sequences that the first lacks: KL examples, which are formed within a batch."""
-        return self.cfg.loss.record.needs_z0 and self.cfg.loop.max_epochs > 1
+        return self.cfg.loss.definition.needs_z0 and self.cfg.loop.max_epochs > 1
 
     @cached_property
     def reference(self) -> ReferenceMode:
         settings = self.cfg.model.reference
-        if not self.cfg.loss.record.needs_reference:
+        if not self.cfg.loss.definition.needs_reference:
             return ReferenceMode("none", f"{self.cfg.loss.loss_name} needs no reference")
         later = "KL examples of later epochs when their epoch begins" if self.has_new_kl_examples else ""
         if settings.mode != "auto":

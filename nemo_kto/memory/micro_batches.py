@@ -212,7 +212,7 @@ def _passes(
     reference = joined(parts, limits, in_fp32=run.dtype.itemsize == 4) if forward + disabled else []
     yield trained, limits, Passes(forward=1, backward=1)
     for sequences, passes in (
-        *((each, Passes(forward=1)) for each in (*kl_examples, *[trained] * run.cfg.loss.record.looks_ahead)),
+        *((each, Passes(forward=1)) for each in (*kl_examples, *[trained] * run.cfg.loss.definition.looks_ahead)),
         *((each, Passes(forward=forward, disabled=disabled)) for each in reference),
     ):
         yield sequences, limits.forward_only(size, answers=sequences.answers), passes

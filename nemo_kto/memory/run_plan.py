@@ -204,12 +204,12 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
 def _step(run: ResolvedRun, shared: SharedPrompts, *, rows: int, width: int, micro_batches: int) -> Step:
     """Return the work of a step with rows of ``width`` tokens."""
     live, disabled = run.reference_passes
-    with_kl = run.cfg.loss.record.needs_z0  # both the policy and a live reference evaluate the KL examples
+    with_kl = run.cfg.loss.definition.needs_z0  # both the policy and a live reference evaluate the KL examples
     return Step(
         rows=rows,
         width=width,
         micro_batches=micro_batches,
-        forward_only=(live + disabled) * (1 + with_kl) + with_kl + run.cfg.loss.record.looks_ahead,
+        forward_only=(live + disabled) * (1 + with_kl) + with_kl + run.cfg.loss.definition.looks_ahead,
         disabled=disabled * (1 + with_kl),
         computed_tokens=shared.tokens,
         computed_flops=shared.flops,

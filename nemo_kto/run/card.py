@@ -113,7 +113,7 @@ class CardSources:
         return mixture_name(mixed) if isinstance(mixed, Mapping) else None if name is None else str(name)
 
     @property
-    def record(self) -> Loss | None:
+    def built_in_loss(self) -> Loss | None:
         """The loss, if it is built in: nothing that a checkpoint names is imported."""
         return None if self.algorithm is None else RECIPES[self.algorithm].losses.get(str(self.loss))
 
@@ -192,7 +192,7 @@ def _front_matter(sources: CardSources) -> dict[str, object]:
         values |= {"base_model": repository, "base_model_relation": "adapter" if sources.adapters else "finetune"}
     values |= {"library_name": "peft" if sources.adapters else "transformers", "pipeline_tag": "text-generation"}
     is_lora = sources.facts.get("model.peft.peft_scheme", "none") != "none"
-    built_in = None if sources.record is None else sources.loss
+    built_in = None if sources.built_in_loss is None else sources.loss
     values["tags"] = list(
         dict.fromkeys(
             tag for tag in ("nemo-kto", "alignment", sources.algorithm, built_in, "lora" if is_lora else None) if tag
@@ -259,7 +259,7 @@ def _training(sources: CardSources) -> str:
 
 def _loss_text(sources: CardSources) -> str:
     """Return the description of a built-in loss, its formula and its paper, from the docstring of its function."""
-    if (loss := sources.record) is None:
+    if (loss := sources.built_in_loss) is None:
         return f"The loss is {markdown_code(str(sources.loss))}."
     paragraphs = (inspect.getdoc(loss.function) or "").split("Examples:")[0].strip().split("\n\n")
     formula = next((number for number, text in enumerate(paragraphs) if text.startswith("    ")), 1)

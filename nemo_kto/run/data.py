@@ -1,38 +1,43 @@
-"""Data of a run: datasets and loaders, and the prompts of its samples."""
+"""Data of a run: tokenizer, settings of rows and batches, datasets and loaders.
+
+megatron-core is not imported: `nemo-kto data preview` and `nemo-kto check` use these functions.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron.core import parallel_state
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.protocols import Loader
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
+from nemo_kto.data.batches.dataset import SplitCounts
+from nemo_kto.data.batches.loader import GlobalBatchSampler, SequenceCost, build_dataloader, by_cost, by_prompt, every_nth
 from nemo_kto.data.batches.splits import Splits
-from nemo_kto.data.rows.reader import RowErrors, read_prompts
-from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
-from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.distributed import state
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.tokens.chat_template import load_tokenizer
+from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import UserError
-from nemo_kto.memory.micro_batches import multiple_of
-from nemo_kto.models.engine.generation import Decoding
+from nemo_kto.memory.micro_batches import micro_batch_limits, multiple_of
+from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.records.run_record import first_date
-from nemo_kto.run.row_counts import collate_settings, model_vocab_size, shares_of, source_settings
 from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
+# Keys of model.data that are arguments of ``build_splits`` under the same names.
+_SOURCE_KEYS = (
+    "data_prefix", "splits_string", "fields", "labels", "json_columns", "drop", "truncation_mode", "apply_chat_template",
+    "cache_shared", "preprocess_workers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,36 +48,104 @@ class RunData:
     validation: Mapping[str, Loader[Any]]  # by the name of the set, as in ``Splits``
     splits: Splits[Any]
     tokenizer: PreTrainedTokenizerBase
-    samples: SamplePrompts | None  # None without samples
     date: datetime  # for chat templates that write one
 
 
-def build_data(
-    run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, *, data_parallel: tuple[int, int] | None = None
-) -> RunData:
-    """Read, tokenise and split the rows, build their loaders, and read the prompts of the samples; collective.
+def model_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, and check that the model's embedding has a row for each of its tokens."""
+    return load_tokenizer(files.hf_folder, vocab_size=model_vocab_size(files))
 
-    The tokenised rows are cached. ``data_parallel``: data-parallel rank and size; None for those of this rank. Raises
-    DataError if rows are invalid, or there are too few for training, and UserError if the prompts cannot be used.
+
+def model_vocab_size(files: ModelFiles) -> int | None:
+    """Return the number of rows of the model's embedding.
+
+    None if the folder contains no readable model configuration, because a tokenizer is enough to count tokens.
+    """
+    try:
+        return files.architecture.vocab_size
+    except UserError:
+        return None
+
+
+def template_date(run: ResolvedRun) -> datetime:
+    """Return the date for chat templates that write one: that of the run's first start, so that its rows stay the same."""
+    return first_date(run.folder) if run.cfg.exp_manager.resume_if_exists else datetime.now()
+
+
+def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the arguments of ``data.batches.splits.build_splits``, except for the kind of the examples."""
+    cfg, data = run.cfg, run.cfg.model.data
+    return {
+        **{key: getattr(data, key) for key in _SOURCE_KEYS},
+        "min_validation_rows": 2 if cfg.loss.definition.needs_z0 else 1,  # KL examples are formed within a batch
+        "tokenizer": tokenizer,
+        "vocab_size": model_vocab_size(run.files),
+        "seq_length": cfg.seq_length,
+        "cache_dir": Path(data.cache_dir),
+        "seed": cfg.model.seed,
+    }
+
+
+def read_splits(
+    run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, *, date: datetime, shows_progress: bool, cache_verified: bool
+) -> Splits[Any]:
+    """Read, tokenise and split the rows; the tokenised rows are cached.
+
+    Raises DataError if rows are invalid, or there are none for training.
     """
     cfg = run.cfg
-    date = state.from_rank_zero(lambda: template_date(run), doing="reading the date of the run")
-    with state.main_process_first(doing="reading and tokenising the rows"):
-        settings = source_settings(run, tokenizer) | {
-            "progress": partial(progress_bar, shown=state.is_rank_zero()),
-            "date": date,
-            "cache_verified": not state.is_first_of_machine(),  # by the first process of the machine
-        }
-        splits = cfg.recipe.build_splits(settings, cfg.data_options())
-    if splits.train is None:
+    settings = source_settings(run, tokenizer) | {
+        "progress": partial(progress_bar, shown=shows_progress),
+        "date": date,
+        "cache_verified": cache_verified,
+    }
+    splits: Splits[Any] = cfg.recipe.build_splits(settings, cfg.data_options())
+    return splits
+
+
+def check_number_of_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> None:
+    """Raise DataError, with a remedy, if there are too few training rows for a global batch."""
+    wanted = cfg.model.global_batch_size
+    if not rows:
         raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
-    rank, size = data_parallel or (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
-    if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=size)) is not None:
-        raise DataError(wrong)
+    if rows >= wanted:
+        return
+    step = (cfg.model.micro_batch_size or 1) * data_parallel
+    largest = rows // step * step
+    remedy = "train on more rows (model.data.data_prefix)"
+    if largest > cfg.loss.definition.needs_z0:
+        remedy = f"set model.global_batch_size={largest}, or {remedy}"
+    raise DataError(f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}")
+
+
+def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
+    """Raise UserError if something that needs validation rows is configured, such as early stopping, and there are none."""
+    samples = cfg.exp_manager.samples
+    needs = {
+        "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
+        "exp_manager.create_early_stopping_callback": (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
+        "exp_manager.samples.count": (samples.count > 0, samples.count, 0),
+        "exp_manager.samples.prompts": (samples.prompts is not None, samples.prompts, "null"),
+    }
+    for key, (is_needed, value, without) in needs.items():
+        if is_needed and not data.validation:
+            text = f"must leave rows for validation with {key}={value}, got none from {cfg.model.data.splits_string}"
+            raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set {key}={without}')
+
+
+def log_warnings(cfg: RunConfig, splits: Splits[Any]) -> None:
+    """Log the warnings about the rows of each split, and about the loss with these rows."""
     of_sets = [examples.counts.warnings(name, seq_length=cfg.seq_length) for name, examples in splits.in_use.items()]
     of_loss = cfg.loss.warnings(splits.train, lr=cfg.model.optim.lr)
-    for warning in chain(splits.warnings, *of_sets, of_loss) if state.is_rank_zero() else ():
+    for warning in chain(splits.warnings, *of_sets, of_loss):
         logger.warning(warning)
+
+
+def build_data(
+    run: ResolvedRun, splits: Splits[Any], *, tokenizer: PreTrainedTokenizerBase, date: datetime, rank: int, size: int
+) -> RunData:
+    """Build the loaders of the splits for a data-parallel ``rank`` of ``size`` ranks."""
+    cfg = run.cfg
     options = collate_settings(cfg, tokenizer, multiple=multiple_of(run)) | cfg.loss.collate_options()
 
     def loader(examples: Any, *, training: bool) -> Any:  # torch's type of batch_sampler lacks set_position
@@ -84,7 +157,7 @@ def build_data(
                 seed=cfg.model.seed,
                 shuffle=training,
                 drop_last=training,
-                needs_kl_examples=cfg.loss.record.needs_z0,
+                needs_kl_examples=cfg.loss.definition.needs_z0,
             ),
             rank=rank,
             size=size,
@@ -98,124 +171,49 @@ def build_data(
         validation={name: loader(examples, training=False) for name, examples in splits.validation.items()},
         splits=splits,
         tokenizer=tokenizer,
-        samples=build_prompts(run, tokenizer, splits, date=date),
         date=date,
     )
 
 
-def template_date(run: ResolvedRun) -> datetime:
-    """Return the date for chat templates that write one: that of the run's first start, so that its rows stay the same."""
-    return first_date(run.folder) if run.cfg.exp_manager.resume_if_exists else datetime.now()
+def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, multiple: int) -> dict[str, Any]:
+    """Return the keyword arguments of the collate functions in ``data.batches.collate``."""
+    return {
+        "eos_id": tokenizer.eos_token_id,
+        "seq_length": cfg.seq_length,
+        "pad_to_multiple": multiple,
+    }
 
 
-def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
-    """Return why ``rows`` training rows are too few for a global batch, with a remedy; None if they suffice."""
-    wanted = cfg.model.global_batch_size
-    if rows >= wanted:
-        return None
-    step = (cfg.model.micro_batch_size or 1) * data_parallel
-    largest = rows // step * step
-    remedy = "train on more rows (model.data.data_prefix)"
-    if largest > cfg.loss.record.needs_z0:
-        remedy = f"set model.global_batch_size={largest}, or {remedy}"
-    return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
+def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[int]]]:
+    """Return the function that distributes the examples of a global batch over the data-parallel ranks.
 
-
-class Prompt(NamedTuple):
-    """Prompt of a sample."""
-
-    ids: list[int]
-    text: str  # as the model gets it, or the last message of the user
-    messages: list[Mapping[str, Any]] | None  # None for a prompt that was not read as messages
-
-
-class SamplePrompts(NamedTuple):
-    """Prompts that the model answers, and the decoding of the answers."""
-
-    prompts: list[Prompt]
-    decoding: Decoding
-
-
-def build_prompts(
-    run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any], *, date: datetime
-) -> SamplePrompts | None:
-    """Return the prompts of the samples, from the validation rows and from the file; None without samples. Collective.
-
-    Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
+    With packed sequences, or with shared prompts, the ranks get about equal cost, otherwise about equal numbers of examples.
     """
-    settings = run.cfg.exp_manager.samples
-    if not settings.enabled:
-        return None
+    cfg, limits = run.cfg, micro_batch_limits(run)
+    if not limits.packed and not limits.share_prompts:
+        return every_nth
+    flops = ModelFlops.of_model(run.architecture, adapters=run.adapters)
 
-    def build() -> SamplePrompts:
-        encoder = RecordEncoder(
-            tokenizer=tokenizer,
-            vocab_size=model_vocab_size(run.files),
-            apply_chat_template=run.cfg.model.data.apply_chat_template,
-            date=date,
-        )
-        found = [
-            Prompt(ids, tokenizer.decode(ids), None)
-            for examples in splits.validation.values()
-            for ids in _of_examples(run, examples)
-        ]
-        if settings.prompts is not None:
-            found += _of_file(run, Path(settings.prompts), encoder)
-        decoding = Decoding(
-            stop_ids=encoder.stop_ids(),
-            max_new_tokens=settings.max_new_tokens,
-            seq_length=run.cfg.seq_length,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            seed=settings.seed,
-        )
-        return SamplePrompts(found, decoding)
+    def cost(passes: Passes) -> SequenceCost:
+        return flops.of_passes(passes).of_tokens
 
-    return state.from_rank_zero(build, doing="reading the prompts of the samples")
+    forward, disabled = run.reference_passes
+    ahead = int(training and cfg.loss.definition.looks_ahead)
+    costs = cfg.recipe.costs(
+        cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
+        kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.definition.needs_z0 else None,
+        reference_cost=cost(Passes(forward, disabled) if PRECISIONS[cfg.trainer.precision] == "32" else Passes()),
+        seq_length=cfg.seq_length,
+        share_prompts=limits.share_prompts,
+    )
+    shares = partial(by_cost, costs=costs) if limits.packed else every_nth
+    return partial(by_prompt, costs=costs, otherwise=shares) if limits.share_prompts else shares
 
 
-def _of_examples(run: ResolvedRun, examples: Any) -> list[list[int]]:
-    """Return the first ``count`` distinct prompts of a validation set that leave room for an answer."""
-    settings, room = run.cfg.exp_manager.samples, _room(run)
-    found = dict[tuple[int, ...], None]()
-    for place in range(len(examples) if settings.count else 0):
-        ids = tuple(map(int, examples[place].prompt_ids))
-        if len(ids) <= room:
-            found[ids] = None
-        if len(found) == settings.count:
-            break
-    if settings.count and not found:
-        text = f"must leave room for the prompt of a validation row, got {settings.max_new_tokens}"
-        raise UserError(f"{_MAX_NEW_TOKENS} {text} of model.data.seq_length={run.cfg.seq_length}; lower it")
-    return [list(ids) for ids in found]
-
-
-def _of_file(run: ResolvedRun, file: Path, encoder: RecordEncoder) -> Iterator[Prompt]:
-    """Yield the prompts of a file; UserError if any of them cannot be used."""
-    broken, room = RowErrors(), _room(run)
-    try:
-        records = read_prompts(file, run.cfg.model.data.json_columns)
-        encoded = encoder.encode_prompts(records)
-        for record, ids in zip(records, encoded, strict=True):
-            if isinstance(ids, RowError):
-                broken.add(file, record.line, str(ids))
-            elif len(ids) > room:
-                text = f"a prompt must have at most model.data.seq_length - {_MAX_NEW_TOKENS} = {room} tokens"
-                broken.add(file, record.line, f"{text}, got {len(ids)}; shorten it, or allow fewer new tokens")
-        broken.raise_if_any()
-    except DataError as error:
-        raise UserError(f"{_PROMPTS} cannot be used: {error}") from error
-    yield from (_prompt(record, ids) for record, ids in zip(records, encoded, strict=True) if isinstance(ids, list))
-
-
-def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
-    if isinstance(record.prompt, str):
-        return Prompt(ids, record.prompt, None)
-    of_user = [message for message in record.prompt if message["role"] == "user"] or record.prompt
-    return Prompt(ids, str(of_user[-1].get("content")), list(record.prompt))
-
-
-def _room(run: ResolvedRun) -> int:
-    """Return the maximum number of tokens of a prompt."""
-    return run.cfg.seq_length - run.cfg.exp_manager.samples.max_new_tokens
+def split_text(unit: str, counts: SplitCounts) -> str:
+    """Describe the rows of a split; ``unit`` is rows or pairs."""
+    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())
+    cut = {"prompts": counts.cut_prompts, "responses": counts.cut_responses}
+    truncated = " and ".join(f"{count:,} {what}" for what, count in cut.items() if count)
+    rows = f"{counts.rows:,} {unit}" + (f" ({kinds})" if kinds else "")
+    return f"{rows}, {counts.tokens:,} tokens, {truncated or 'none'} truncated"

@@ -1,11 +1,11 @@
-"""Start and end of a job: lock of its folder, precision, export, exit of a stopped run, and the records of its report."""
+"""Folder, record and end of a run: its lock, run.json, its export and page, and the exit of a stopped run."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,16 @@ import transformers
 
 from nemo_kto import __version__
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
-from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
-from nemo_kto.config.saved_config import settings_of_user
-from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_support, dtype_of
+from nemo_kto.checkpoint.manager import load_weights_only
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.saved_config import save_config, settings_of_user
+from nemo_kto.config.schema import RunConfig
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, describe
 from nemo_kto.huggingface.export_folder import check_target
 from nemo_kto.huggingface.hf_weights import export_bytes
 from nemo_kto.model_files.adapter_files import is_our_adapter
-from nemo_kto.model_files.checkpoint_files import best_of, find_checkpoints
-from nemo_kto.model_files.hub import is_hub_name, pin
+from nemo_kto.model_files.checkpoint_files import Checkpoint, best_of, find_checkpoints
 from nemo_kto.model_files.safetensors_files import is_our_model
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
@@ -42,6 +41,7 @@ from nemo_kto.records.run_record import (
     RUNNING,
     STOPPED,
     RunFile,
+    RunRecord,
     begin_run,
     end_run,
     read_run,
@@ -50,14 +50,17 @@ from nemo_kto.records.run_record import (
 from nemo_kto.redaction import redacted
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
-from nemo_kto.run.resume import Resumption
-from nemo_kto.run.start_summary import end_table
+from nemo_kto.run.prepare import Start
+from nemo_kto.run.summary import end_table
+from nemo_kto.telemetry.loggers import WarningsFile
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
 from nemo_kto.utils.saved_records import read_object_as
 from nemo_kto.utils.text import print_error
 
 logger = logging.getLogger(__name__)
+
+ReportWriter = Callable[[Sequence[RunRecord], Path], object]  # writes the page about runs into a file
 
 
 @contextlib.contextmanager
@@ -90,58 +93,6 @@ def _locked(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # a folder is not empty, because something was written into it
                 for each in absent:
                     each.rmdir()
-
-
-def agree_on_models(run: ResolvedRun) -> ResolvedRun:
-    """Return the run with rank 0's revisions of hub models, which are downloaded where they are missing; collective.
-
-    A rank that started before its machine asked the hub may have found an earlier revision in the cache.
-    """
-    cfg, named = run.cfg, {key: str(value_of(run.cfg, key)) for key in MODEL_KEYS}
-    hub = {key: name for key, name in named.items() if is_hub_name(name)}
-    if not hub:
-        return run
-    chosen = state.from_rank_zero(lambda: hub, doing="choosing the model's revision")
-
-    def download() -> None:
-        nonlocal cfg
-        for key, name in chosen.items():
-            cfg = with_value(cfg, key, pin(name, leads=False))
-
-    state.raise_together(state.attempt(download), "{}")
-    return ResolvedRun.of(cfg, gpus=run.gpus)
-
-
-def resolve_precision(run: ResolvedRun) -> ResolvedRun:
-    """Replace trainer.precision=auto by bf16 or 32; collective.
-
-    Rank 0 decides for all ranks: a resumed run keeps the precision of its newest checkpoint; a new run uses bf16 if the
-    machine computes faster with it. All raise UserError for bf16 on a CPU that is too slow with it, unless it is forced.
-    """
-    return run.with_precision(*state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision"))
-
-
-def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
-    """Return the precision and its reason: that of the newest checkpoint, or bf16 if the machine computes faster with it."""
-    precision, reason, resumed = PRECISIONS[run.cfg.trainer.precision], "set by the user", False
-    if precision == "auto" and run.cfg.exp_manager.resume_if_exists and (saved := find_checkpoints(run.checkpoints)):
-        dtype = checkpoint_dtype(saved[-1].folder)
-        precision = next((name for name in ("bf16", "32") if dtype_of(name) == dtype), "auto")
-        resumed, reason = precision != "auto", "that of the checkpoint from which the run is resumed"
-    if precision == "32":
-        return precision, reason
-    support = bf16_support()
-    if precision == "auto":
-        return "bf16" if support.native else "32", support.why
-    if not support.native:
-        remedy = "start a new run with trainer.precision=32 in another folder" if resumed else "use auto or 32"
-        if support.too_slow and run.cfg.trainer.precision != FORCED:
-            text = (
-                f"trainer.precision must not be bf16 where it is more than {MAX_SLOWDOWN} times slower than fp32, got bf16"
-            )
-            raise UserError(f"{text}, and {support.why}; {remedy}, or force it with trainer.precision={FORCED}")
-        logger.warning(f"trainer.precision is bf16, but {support.why}; {remedy}")
-    return precision, reason
 
 
 def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
@@ -191,53 +142,75 @@ def check_export(run: ResolvedRun) -> None:
     state.on_rank_zero(check, "{}")
 
 
-def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: float) -> None:
-    """Export the configured model and print the summary of the run; collective. ``seconds``: time of training."""
+def export_model(run: ResolvedRun, policy: Policy) -> Checkpoint | None:
+    """Export the configured model, unless exports are disabled; return the best of the kept checkpoints. Collective."""
     export, ranking = run.cfg.export, run.cfg.exp_manager.checkpoint_callback_params
     kept = state.from_rank_zero(lambda: find_checkpoints(run.checkpoints))
     best = best_of(kept, monitor=ranking.monitor, mode=ranking.mode)
-    if export.enabled:
-        exported = kept[-1] if kept else None
-        if export.which == "best" and best is not None:
-            exported = best
-            load_weights_only(best.folder, policy.chunks)
-        elif export.which == "best" and state.is_rank_zero():
-            text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
-            logger.warning(text, ranking.monitor)
-        later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
-        try:
-            export_policy(
-                policy,
-                out=Path(export.path),
-                adapter_out=Path(export.adapter_path),
-                info={} if exported is None else exported.info,
-                run_folder=run.folder,
-                max_shard_size_gb=export.max_shard_size_gb,
-            )
-        except UserError as error:
-            raise UserError(f"{error}; {later}") from error
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; {later}") from error
-    record_end(run, trainer)
+    if not export.enabled:
+        return best
+    exported = kept[-1] if kept else None
+    if export.which == "best" and best is not None:
+        exported = best
+        load_weights_only(best.folder, policy.chunks)
+    elif export.which == "best" and state.is_rank_zero():
+        text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
+        logger.warning(text, ranking.monitor)
+    later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
+    try:
+        export_policy(
+            policy,
+            out=Path(export.path),
+            adapter_out=Path(export.adapter_path),
+            info={} if exported is None else exported.info,
+            run_folder=run.folder,
+            max_shard_size_gb=export.max_shard_size_gb,
+        )
+    except UserError as error:
+        raise UserError(f"{error}; {later}") from error
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; {later}") from error
+    return best
+
+
+def finish(
+    run: ResolvedRun,
+    policy: Policy,
+    trainer: DPOTrainer,
+    *,
+    best: Checkpoint | None,
+    seconds: float,
+    write_report: ReportWriter | None,
+) -> None:
+    """Record the end of a run, write its page and print its summary, on rank 0.
+
+    ``best``: the best of the kept checkpoints; ``seconds``: time of training.
+    """
     if state.is_rank_zero():
-        report = make_report(run)
+        record_end(run.folder, trainer)
+        report = make_report(run.folder, write_report) if run.cfg.export.report else None
         print(f"\n{end_table(run, policy, trainer, best=best, report=report, seconds=seconds)}", flush=True)
 
 
 def record_start(
-    run: ResolvedRun, data: RunData, resumption: Resumption, *, summary: Mapping[str, str], total_steps: int
+    run: ResolvedRun, start: Start, *, summary: Mapping[str, str], trainer: DPOTrainer, warnings: WarningsFile
 ) -> None:
-    """Write run.json and data.json; ``summary`` is the table at the start of the run."""
+    """Write config.yaml, run.json and data.json, and open the file of warnings; on rank 0.
+
+    ``summary`` is the table at the start of the run.
+    """
+    save_config(run.cfg)
+    resumed_step = start.resumption.resumed_step
     reasons = {"trainer.precision": run.precision_reason, "model.data.seq_length": run.length_reason}
     chosen = [key for key, reason in reasons.items() if reason != "set by the user"]
     content = {
         "algorithm": run.cfg.recipe.name,
-        "total_steps": total_steps,
-        "date": data.date.strftime(DATE),
-        "resumed_step": resumption.resumed_step,
+        "total_steps": trainer.max_steps,
+        "date": start.data.date.strftime(DATE),
+        "resumed_step": resumed_step,
         "settings": {key: value for key, value in settings_of_user(run.cfg).items() if key not in chosen},
         "summary": {label: redacted(text) for label, text in summary.items()},
-        "facts": resumption.facts,
+        "facts": start.resumption.facts,
         "versions": {
             "nemo-kto": __version__,
             "torch": torch.__version__,
@@ -245,14 +218,15 @@ def record_start(
             "transformers": transformers.__version__,
         },
     }
-    begin_run(run.folder, run=content, data=data_statistics(run, data))
+    begin_run(run.folder, run=content, data=data_statistics(run.cfg, start.data))
+    warnings.open_file(run.folder, step=lambda: trainer.step, resumed_step=resumed_step)
 
 
-def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
+def data_statistics(cfg: RunConfig, data: RunData) -> dict[str, Any]:
     """Return counts and lengths of the examples of each split, and numbers and loss weights of the training classes."""
     train = data.splits.train
     assert train is not None
-    weights = run.cfg.loss.model_options(train)
+    weights = cfg.loss.model_options(train)
     balance = {}
     if hasattr(train, "class_weights"):  # pairs have no classes
         balance = {
@@ -260,8 +234,8 @@ def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
             "weights": [weights[f"{name}_loss_weight"] for name in train.counts.classes],
         }
     return {
-        "unit": run.cfg.recipe.unit,
-        "seq_length": run.cfg.seq_length,
+        "unit": cfg.recipe.unit,
+        "seq_length": cfg.seq_length,
         "balance": balance,
         "sets": {
             name: {
@@ -274,58 +248,63 @@ def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def record_failure(run: ResolvedRun, trainer: DPOTrainer) -> Iterator[None]:
+def recording_failure(folder: Path, trainer: DPOTrainer) -> Iterator[None]:
     """Record the end of a run that is stopped or fails within the block."""
     try:
         yield
     except Stopped:
-        _end(run, STOPPED, "" if trainer.stop is None else trainer.stop.text)
+        _end(folder, STOPPED, "" if trainer.stop is None else trainer.stop.text)
         raise
     except BaseException as error:
-        _end(run, FAILED, describe(error))
+        _end(folder, FAILED, describe(error))
         raise
 
 
-def record_end(run: ResolvedRun, trainer: DPOTrainer) -> None:
+def record_end(folder: Path, trainer: DPOTrainer) -> None:
     """Record that a run has ended as it should, and why it did if it is not at its last step."""
     if trainer.step >= trainer.max_steps:
-        _end(run, FINISHED)
+        _end(folder, FINISHED)
     elif trainer.stopped_early is not None:
-        _end(run, FINISHED, f"early stopping: {trainer.stopped_early}")
+        _end(folder, FINISHED, f"early stopping: {trainer.stopped_early}")
     else:
-        _end(run, STOPPED, "" if trainer.stop is None else trainer.stop.text)
+        _end(folder, STOPPED, "" if trainer.stop is None else trainer.stop.text)
 
 
-def _end(run: ResolvedRun, word: str, text: str = "") -> None:
+def _end(folder: Path, word: str, text: str = "") -> None:
     if state.is_rank_zero():
         try:
-            end_run(run.folder, word, text)
+            end_run(folder, word, text)
         except OSError as error:
-            logger.warning("the end of the run could not be recorded in %s: %s", run.folder, error.strerror)
+            logger.warning("the end of the run could not be recorded in %s: %s", folder, error.strerror)
 
 
-def complete_record(run: ResolvedRun) -> None:
+def end_finished_run(run: ResolvedRun, message: str, *, write_report: ReportWriter | None) -> None:
+    """Print, on rank 0, that nothing is left to do; complete the record of a run that was killed before its end."""
+    if state.is_rank_zero():
+        complete_record(run.folder, write_report if run.cfg.export.report else None)
+        print(f"nemo-kto: {message}", flush=True)
+
+
+def complete_record(folder: Path, write_report: ReportWriter | None) -> None:
     """Record the end of a finished run, and write its report, if it was killed before it had done so."""
-    record, report = run.folder / RUN_FILE, run.folder / REPORT_FILE
+    record, report = folder / RUN_FILE, folder / REPORT_FILE
     if read_object_as(RunFile, record).get("state") in (RUNNING, FAILED):
-        _end(run, FINISHED)
+        _end(folder, FINISHED)
     if not report.exists() or (record.exists() and report.stat().st_mtime_ns < record.stat().st_mtime_ns):
-        make_report(run)
+        make_report(folder, write_report)
 
 
-def make_report(run: ResolvedRun) -> Path | None:
-    """Write the report of a run into its folder and return its path; None if it is disabled or could not be written.
+def make_report(folder: Path, write_report: ReportWriter | None) -> Path | None:
+    """Write the report of a run into its folder and return its path; None without a writer, or if it fails.
 
     A run must not fail because of its report, so that any error is a warning.
     """
-    if not run.cfg.export.report:
+    if write_report is None:
         return None
     try:
-        from nemo_kto.tools.report.report_page import write_report
-
-        write_report([read_run(run.folder)], out := run.folder / REPORT_FILE)
+        write_report([read_run(folder)], out := folder / REPORT_FILE)
         return out
     except Exception as error:  # matplotlib and jinja2 may raise anything
         text = "the report could not be written (%s: %s); `nemo-kto report %s` writes it later"
-        logger.warning(text, type(error).__name__, error, run.folder)
+        logger.warning(text, type(error).__name__, error, folder)
         return None

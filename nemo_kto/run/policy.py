@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora import LoRASettings, adapts_experts, refused_by_peft
+from nemo_kto.architecture.lora import LoRASettings, adapts_experts, few_adapted, refused_by_peft
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
@@ -69,6 +69,18 @@ class Policy:
     def base_model(self) -> Path:
         """Base model of the adapters: the source itself or, if the source contains adapters, their base model."""
         return self.files.own.base.absolute()
+
+
+def warn_of_adapters(run: ResolvedRun) -> None:
+    """Log, on rank 0, that new adapters change few weights, or that peft will not load the exported ones."""
+    adapters = run.adapters
+    if adapters is None or not state.is_rank_zero():
+        return
+    if run.files.adapter_folder is None and (warning := few_adapted(run.architecture, adapters)):
+        logger.warning(warning)
+    if refusal := refused_by_peft(run.architecture.family, adapters):
+        remedy = "load the merged model, or adapt other modules: model.peft.lora_tuning.target_modules=[all-linear]"
+        logger.warning("%s, so that it will not load export.adapter_path; %s", refusal, remedy)
 
 
 def build_policy(run: ResolvedRun) -> Policy:

@@ -58,12 +58,13 @@ def build_reference(
     run: ResolvedRun,
     policy: Policy,
     engine: LogProbEngine,
+    *,
     data: RunData,
     timers: PhaseTimers,
     run_timer: RunTimer,
-    *,
+    on_gpu: bool,  # whether swapped weights stay in the memory of the GPU
     first_step: int,  # optimizer steps done before this run was resumed; 0 for a new run
-    sampler: Sampler | None = None,  # takes samples of the reference
+    sampler: Sampler | None,  # takes samples of the reference
 ) -> ReferenceSetup:
     """Build the reference; before and afterwards the model holds the initial weights of the policy.
 
@@ -90,9 +91,9 @@ def build_reference(
             run_timer=run_timer,
             first_step=first_step,
         )
-        setup = precomputation.before_training(policy)
+        setup = precomputation.before_training(policy, on_gpu=on_gpu)
     else:
-        setup = _live_reference(run, policy, engine, timers, disables_adapters=mode == "adapter")
+        setup = _live_reference(run, policy, engine, timers, disables_adapters=mode == "adapter", on_gpu=on_gpu)
     if sampler is not None:
         sampler.before_training()  # while the model holds the weights of the reference
     if other is not None:
@@ -133,7 +134,13 @@ def load_model(policy: Policy, other: ModelSource) -> None:
 
 
 def _live_reference(
-    run: ResolvedRun, policy: Policy, engine: LogProbEngine, timers: PhaseTimers, *, disables_adapters: bool
+    run: ResolvedRun,
+    policy: Policy,
+    engine: LogProbEngine,
+    timers: PhaseTimers,
+    *,
+    disables_adapters: bool,
+    on_gpu: bool,
 ) -> ReferenceSetup:
     """Build a reference from the current weights of the model."""
     if disables_adapters and not run.files.has_adapters:
@@ -146,7 +153,7 @@ def _live_reference(
     weights = SwappedWeights(
         parameters=[each for chunk in policy.chunks for each in chunk.parameters() if all_differ or each.requires_grad],
         finish_gathers=partial(finish_gathers, policy.chunks),
-        on_device=run.reference_on_gpu,
+        on_device=on_gpu,
         moves=moves,
         phase=timers.phase,
     )
@@ -194,7 +201,7 @@ class Precomputation:
     run_timer: RunTimer
     first_step: int  # optimizer steps done before this run was resumed; 0 for a new run
 
-    def before_training(self, policy: Policy) -> ReferenceSetup:
+    def before_training(self, policy: Policy, *, on_gpu: bool) -> ReferenceSetup:
         """Compute the log-probs for the epoch in which the run starts or is resumed, and for validation; collective.
 
         The model must hold the reference weights; call it before the first update of the policy. Raises Stopped if the run
@@ -204,7 +211,8 @@ class Precomputation:
         epoch_batches, number = len(self.data.train.batch_sampler), self._steps_to_epoch_end(self.first_step)
         has_later_epochs = self.first_step + number < length.total_steps(epoch_batches)
         train = batches_to_epoch_end(length, self.data.train, step=self.first_step)
-        if has_later_epochs and length.steps_per_epoch(epoch_batches) == epoch_batches and not run.cfg.loss.record.needs_z0:
+        sees_all = length.steps_per_epoch(epoch_batches) == epoch_batches and not run.cfg.loss.definition.needs_z0
+        if has_later_epochs and sees_all:
             loader = every_example(self.data.train)  # one pass over all examples gives the log-probs of all later epochs
             train, number = iter(loader), len(loader)
         validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
@@ -224,7 +232,7 @@ class Precomputation:
         # A context that turns the model into the reference, also after updates of the policy.
         active: Callable[[], AbstractContextManager[None]] = partial(_reloaded, policy, run.reference_model, cache)
         if policy.adapters is not None and run.reference_model is None:
-            live = _live_reference(run, policy, self.engine, self.timers, disables_adapters=True).policy
+            live = _live_reference(run, policy, self.engine, self.timers, disables_adapters=True, on_gpu=on_gpu).policy
             assert isinstance(live, LiveReference)
             active = live.active
         return ReferenceSetup(self.cached, precompute=partial(self.at_epoch_start, active=active))

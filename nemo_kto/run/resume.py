@@ -74,7 +74,7 @@ def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
     verbatim = [key for key, field in fields.items() if isinstance(field.resume, MustStay) and field.resume.verbatim]
     # Loss options that are not set have the default of the loss.
     loss: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
-    loss |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
+    loss |= {key: option.default for key, option in cfg.loss.definition.options.items()} | cfg.loss.loss_options()
     loss = {f"model.{name}.{key}": value for key, value in loss.items()}
     facts: Facts = {
         **{key: reduce(getattr, key.split("."), cfg) for key in verbatim if fields[key].section is None},
@@ -168,21 +168,6 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
         patience=settings.patience,
         reduce_max=agree,
     )
-
-
-def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
-    """Raise UserError if something that needs validation rows is configured, such as early stopping, and there are none."""
-    samples = cfg.exp_manager.samples
-    needs = {
-        "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
-        _EARLY_STOPPING: (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
-        "exp_manager.samples.count": (samples.count > 0, samples.count, 0),
-        "exp_manager.samples.prompts": (samples.prompts is not None, samples.prompts, "null"),
-    }
-    for key, (is_needed, value, without) in needs.items():
-        if is_needed and not data.validation:
-            text = f"must leave rows for validation with {key}={value}, got none from {cfg.model.data.splits_string}"
-            raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set {key}={without}')
 
 
 @dataclass(frozen=True, kw_only=True)

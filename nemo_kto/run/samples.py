@@ -1,33 +1,139 @@
-"""Texts of a run: answers of the model that is being trained, and the held-out rows with the most extreme rewards."""
+"""Texts of a run: prompts, answers of the model that is being trained, and held-out rows with the most extreme rewards."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.loader import gathered_examples
 from nemo_kto.data.batches.splits import Splits
+from nemo_kto.data.rows.reader import RowErrors, read_prompts
+from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.drawn import drawn_text
 from nemo_kto.distributed import state
-from nemo_kto.errors import plural
+from nemo_kto.errors import UserError, plural
 from nemo_kto.losses.metrics import Rewards
 from nemo_kto.models.engine.engine import LogProbEngine
-from nemo_kto.models.engine.generation import generate
+from nemo_kto.models.engine.generation import Decoding, generate
 from nemo_kto.models.flops import ModelFlops, Passes
-from nemo_kto.run.data import RunData, SamplePrompts
-from nemo_kto.run.row_counts import collate_settings
+from nemo_kto.run.data import RunData, collate_settings, model_vocab_size
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE, ExtremeRow, Model, Sample, read_samples
 from nemo_kto.telemetry.timers import RunTimer
 
 _EXTREMES = 3  # rows at each end of a validation set
+_PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
+
+
+class Prompt(NamedTuple):
+    """Prompt of a sample."""
+
+    ids: list[int]
+    text: str  # as the model gets it, or the last message of the user
+    messages: list[Mapping[str, Any]] | None  # None for a prompt that was not read as messages
+
+
+class SamplePrompts(NamedTuple):
+    """Prompts that the model answers, and the decoding of the answers."""
+
+    prompts: list[Prompt]
+    decoding: Decoding
+
+
+def build_prompts(
+    run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any], *, date: datetime
+) -> SamplePrompts | None:
+    """Return the prompts of the samples, from the validation rows and from the file; None without samples. Collective.
+
+    Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
+    """
+    cfg, settings = run.cfg, run.cfg.exp_manager.samples
+    if not settings.enabled:
+        return None
+
+    def build() -> SamplePrompts:
+        encoder = RecordEncoder(
+            tokenizer=tokenizer,
+            vocab_size=model_vocab_size(run.files),
+            apply_chat_template=cfg.model.data.apply_chat_template,
+            date=date,
+        )
+        found = [
+            Prompt(ids, tokenizer.decode(ids), None)
+            for examples in splits.validation.values()
+            for ids in _of_examples(cfg, examples)
+        ]
+        if settings.prompts is not None:
+            found += _of_file(cfg, Path(settings.prompts), encoder)
+        decoding = Decoding(
+            stop_ids=encoder.stop_ids(),
+            max_new_tokens=settings.max_new_tokens,
+            seq_length=cfg.seq_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            seed=settings.seed,
+        )
+        return SamplePrompts(found, decoding)
+
+    return state.from_rank_zero(build, doing="reading the prompts of the samples")
+
+
+def _of_examples(cfg: RunConfig, examples: Any) -> list[list[int]]:
+    """Return the first ``count`` distinct prompts of a validation set that leave room for an answer."""
+    settings, room = cfg.exp_manager.samples, _room(cfg)
+    found = dict[tuple[int, ...], None]()
+    for place in range(len(examples) if settings.count else 0):
+        ids = tuple(map(int, examples[place].prompt_ids))
+        if len(ids) <= room:
+            found[ids] = None
+        if len(found) == settings.count:
+            break
+    if settings.count and not found:
+        text = f"must leave room for the prompt of a validation row, got {settings.max_new_tokens}"
+        raise UserError(f"{_MAX_NEW_TOKENS} {text} of model.data.seq_length={cfg.seq_length}; lower it")
+    return [list(ids) for ids in found]
+
+
+def _of_file(cfg: RunConfig, file: Path, encoder: RecordEncoder) -> Iterator[Prompt]:
+    """Yield the prompts of a file; UserError if any of them cannot be used."""
+    broken, room = RowErrors(), _room(cfg)
+    try:
+        records = read_prompts(file, cfg.model.data.json_columns)
+        encoded = encoder.encode_prompts(records)
+        for record, ids in zip(records, encoded, strict=True):
+            if isinstance(ids, RowError):
+                broken.add(file, record.line, str(ids))
+            elif len(ids) > room:
+                text = f"a prompt must have at most model.data.seq_length - {_MAX_NEW_TOKENS} = {room} tokens"
+                broken.add(file, record.line, f"{text}, got {len(ids)}; shorten it, or allow fewer new tokens")
+        broken.raise_if_any()
+    except DataError as error:
+        raise UserError(f"{_PROMPTS} cannot be used: {error}") from error
+    yield from (_prompt(record, ids) for record, ids in zip(records, encoded, strict=True) if isinstance(ids, list))
+
+
+def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
+    if isinstance(record.prompt, str):
+        return Prompt(ids, record.prompt, None)
+    of_user = [message for message in record.prompt if message["role"] == "user"] or record.prompt
+    return Prompt(ids, str(of_user[-1].get("content")), list(record.prompt))
+
+
+def _room(cfg: RunConfig) -> int:
+    """Return the maximum number of tokens of a prompt."""
+    return cfg.seq_length - cfg.exp_manager.samples.max_new_tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,10 +184,10 @@ class Sampler:
 def build_sampler(
     run: ResolvedRun,
     engine: LogProbEngine,
+    *,
     tokenizer: PreTrainedTokenizerBase,
     samples: SamplePrompts | None,
     run_timer: RunTimer,
-    *,
     is_resumed: bool,
 ) -> Sampler | None:
     """Build the sampler of a run; None without samples. Collective."""
@@ -115,7 +221,7 @@ def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Reward
     ranked = sorted((k for k in range(total) if math.isfinite(agreement[k])), key=lambda k: (agreement[k], order[k]))
     shown = min(_EXTREMES, len(ranked) // 2)
 
-    def record(k: int, *, best: bool) -> ExtremeRow:
+    def extreme(k: int, *, best: bool) -> ExtremeRow:
         answers = examples[k].answers
         return ExtremeRow(
             step=step,
@@ -127,7 +233,7 @@ def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Reward
             answers={name: _row_text(data.tokenizer, tokens, examples[k].prompt_ids) for name, tokens in answers.items()},
         )
 
-    return [record(k, best=False) for k in ranked[:shown]] + [record(k, best=True) for k in ranked[::-1][:shown]]
+    return [extreme(k, best=False) for k in ranked[:shown]] + [extreme(k, best=True) for k in ranked[::-1][:shown]]
 
 
 def _row_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], prompt_ids: Iterable[int]) -> str:
@@ -152,7 +258,7 @@ def _relative_work(run: ResolvedRun, samples: SamplePrompts, train: SplitCounts)
     """Return the FLOPs of the linear layers for answers of maximum length, relative to those between two validations."""
     flops, (forward, disabled) = ModelFlops.of_model(run.architecture, adapters=run.adapters), run.reference_passes
     example = flops.of_passes(Passes(forward + 1, disabled, backward=1)).per_token
-    if run.cfg.loss.record.needs_z0:
+    if run.cfg.loss.definition.needs_z0:
         example += flops.of_passes(Passes(forward + 1, disabled)).per_token  # of the KL example
     batch_size, new = run.cfg.model.global_batch_size, samples.decoding.max_new_tokens
     batches = train.rows // batch_size

@@ -11,7 +11,7 @@ gc.disable()  # nothing of what an import leaves is garbage, and looking for it 
 
 import torch  # noqa: E402
 
-import nemo_kto.run.build  # noqa: E402, F401
+import nemo_kto.run.train  # noqa: E402, F401
 import tests.helpers.composed  # noqa: E402, F401
 
 torch.set_num_threads(1)

@@ -83,7 +83,7 @@ def test_a_run_uses_the_planned_memory(tmp_path: Path, monkeypatch: pytest.Monke
     def planned(run: ResolvedRun, machines: Machines, *, longest: int | None = None) -> None:
         plans.append(make_plan(run, machines))
 
-    monkeypatch.setattr("nemo_kto.run.build.check_memory", planned)
+    monkeypatch.setattr("nemo_kto.run.prepare.check_memory", planned)
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}
     model = make_checkpoint(tmp_path / "model", "llama", **sizes)
     rows = write_rows(tmp_path / "rows.jsonl", [{**row, "response": "a" * 4096} for row in make_rows(16)])

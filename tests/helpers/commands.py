@@ -20,7 +20,7 @@ CLI = [sys.executable, "-m", "nemo_kto.cli.main"]
 _STUB_TRAINING = """
 import sys, types
 
-def train(run, **planners):
+def train(run, **options):
     import os
     cfg = run.cfg
     from nemo_kto.config.saved_config import save_config
@@ -32,7 +32,7 @@ def train(run, **planners):
 def export_checkpoint(checkpoint, out, *, adapter):
     print(f"export {checkpoint} {out}" + " as adapters" * adapter)
 
-for name in ("build", "policy"):
+for name in ("train", "policy"):
     module = types.ModuleType(f"nemo_kto.run.{name}")
     module.train, module.export_checkpoint = train, export_checkpoint
     sys.modules[module.__name__] = module

@@ -78,7 +78,7 @@ PEAK = 1e12  # FLOPs per second of the device of train_with_known_peak
 def train_with_known_peak(*arguments: Any) -> None:
     """``train`` on a device whose peak is in the table, so that the utilisation is logged."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_kto.run.build.device_peak_flops", lambda device, dtype, name: PEAK)
+        patch.setattr("nemo_kto.run.build_trainer.device_peak_flops", lambda device, dtype, name: PEAK)
         train(*arguments)
 
 
@@ -127,9 +127,10 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
 
     The 96 rows are six steps of an epoch; a job whose length is the point is given more with ``long``.
     """
-    from nemo_kto.run import build
+    from nemo_kto.cli.job import write_report
+    from nemo_kto.run import train as job
 
-    build.train(resolved(model, rows, folder, world_size, overrides, algorithm))
+    job.train(resolved(model, rows, folder, world_size, overrides, algorithm), write_report=write_report)
 
 
 def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> Any:

@@ -19,7 +19,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.hf_weights import check_weights
 from nemo_kto.huggingface.rank_weights import wanted_adapters, wanted_weights
 from nemo_kto.model_files.adapter_files import read_adapter_settings
-from nemo_kto.run.row_counts import model_tokenizer
+from nemo_kto.run.data import model_tokenizer
 from tests.helpers.tiny_models import write_safetensors
 from tests.unit.conftest import composed, errors_of
 

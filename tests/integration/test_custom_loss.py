@@ -74,7 +74,7 @@ FOREIGN = Loss(function=with_z0)
 
 def train(folder: Path, name: str, *given: str) -> tuple[int, str, str]:
     """Status, output and errors."""
-    env = stub_training(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
+    env = stub_training(folder, "print(cfg.loss.preference_loss, cfg.loss.definition.needs_z0, cfg.loss.loss_options())")
     (folder / "own.py").write_text(FILES[name])
     done = run([*CLI, name, *GOOD, *given], cwd=folder, env=env)
     return done.returncode, done.stdout, done.stderr.partition("nothing was started\n")[2] or done.stderr

@@ -53,7 +53,7 @@ if "SIGNAL" in os.environ and "RANK" in os.environ:
 MODEL = "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model"
 # Where a signal is sent: module, function, which call of it.
 DATA = "nemo_kto.data.tokens.cache TokenCache.open 1"
-LOADING = "nemo_kto.run.build build_policy 1"
+LOADING = "nemo_kto.run.train build_policy 1"
 REFERENCE = "nemo_kto.models.engine.engine LogProbEngine.logprobs 2"
 SAVE = "nemo_kto.checkpoint.manager CheckpointManager.save 1"
 EXPORT = "nemo_kto.run.lifecycle export_policy 1"

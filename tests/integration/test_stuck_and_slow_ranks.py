@@ -19,11 +19,11 @@ from tests.helpers.tiny_models import make_rows, write_rows
 # The command with a short timeout, which the configuration counts in minutes; rank 1 is slow.
 PROGRAM = """
 import datetime, os, sys, time
-from nemo_kto.run import build
+from nemo_kto.run import train
 from nemo_kto.cli.main import main
 from nemo_kto.models.engine.engine import LogProbEngine
 
-build.timedelta = lambda minutes: datetime.timedelta(seconds=10)
+train.timedelta = lambda minutes: datetime.timedelta(seconds=10)
 quick = LogProbEngine._sequence_logps
 
 def slow(engine, *arguments):

@@ -37,11 +37,11 @@ class DPOLossConfig(LossConfig):
     def parts(self) -> Mapping[str, Loss]:
         """The losses of the run by name, of which there are several in a mixture."""
         if self.preference_losses is None:
-            return {self.preference_loss: super().record}
+            return {self.preference_loss: super().definition}
         return {name: LOSSES[name] for name in self.preference_losses}
 
     @property
-    def record(self) -> Loss:
+    def definition(self) -> Loss:
         """The loss or the mixture, which takes no reference with ``reference_free``."""
         parts, weights = self.parts, self.preference_losses
         loss = mixture({name: (parts[name], weights[name]) for name in weights}) if weights else next(iter(parts.values()))

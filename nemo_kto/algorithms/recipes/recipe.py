@@ -42,7 +42,7 @@ class LossConfig(BaseModel):
     log_prob_forward_micro_batch_size: Annotated[Annotated[int, Ge(1)] | None, MayChange("speed and memory")]
 
     @property
-    def record(self) -> Loss:
+    def definition(self) -> Loss:
         """The loss that ``preference_loss`` names."""
         return find_loss(self.preference_loss, self.losses)
 
@@ -57,7 +57,7 @@ class LossConfig(BaseModel):
 
     def loss_options(self) -> dict[str, Any]:
         """Return the configured loss options; the others keep the defaults of the loss function."""
-        given = {name: getattr(self, name) for name in self.record.options}
+        given = {name: getattr(self, name) for name in self.definition.options}
         return {name: value for name, value in given.items() if value is not None}
 
     def model_options(self, examples: Any) -> dict[str, Any]:

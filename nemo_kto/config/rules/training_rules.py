@@ -134,7 +134,7 @@ def _schedule_rules(run: ResolvedRun) -> Errors:
 
 
 def _loss_rules(run: ResolvedRun) -> Errors:
-    cfg, section, loss = run.cfg, f"model.{run.cfg.recipe.name}", run.cfg.loss.record
+    cfg, section, loss = run.cfg, f"model.{run.cfg.recipe.name}", run.cfg.loss.definition
     yield from cfg.loss.rules(section)
     reads = (f"{section}.preference_loss", f"{section}.preference_losses")
     if loss.needs_z0 and cfg.model.global_batch_size == 1:
@@ -152,7 +152,7 @@ def unused_keys(run: ResolvedRun) -> Errors:
 
     Values equal to the defaults of those options are accepted, because NeMo-Aligner's file contains them.
     """
-    cfg, recipe, chosen = run.cfg, run.cfg.recipe, run.cfg.loss.record
+    cfg, recipe, chosen = run.cfg, run.cfg.recipe, run.cfg.loss.definition
     section = f"model.{recipe.name}"
     reads = (f"{section}.preference_loss", f"{section}.preference_losses")
     for name in type(cfg.loss).model_fields.keys() - recipe.loss_section.model_fields.keys() - chosen.options.keys():

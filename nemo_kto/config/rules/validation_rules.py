@@ -34,7 +34,7 @@ def monitor_rules(run: ResolvedRun) -> Errors:
 
     With named validation sets, it must be that of one set, not a mean, because only the user knows which sets count.
     """
-    recipe, sets, loss = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.record
+    recipe, sets, loss = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.definition
     settings = run.cfg.exp_manager.checkpoint_callback_params
     monitor = settings.monitor
     metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == loss.anchor))
@@ -69,7 +69,7 @@ def _mode_rules(*, monitor: str, mode: str) -> Errors:
 
 def set_name_rules(run: ResolvedRun) -> Errors:
     """Check that the metrics of each validation set have names that no other set and no other metric uses."""
-    recipe, parts = run.cfg.recipe, run.cfg.loss.record.part_metrics
+    recipe, parts = run.cfg.recipe, run.cfg.loss.definition.part_metrics
     reported = (*recipe.metrics, *parts, *recipe.val_metrics, *recipe.anchors.values(), *OTHER_METRICS)
     taken = dict.fromkeys(reported, UNNAMED)  # name of a metric or a set -> the set that uses it
     for name in validation_names(run.cfg.model.data.data_prefix):

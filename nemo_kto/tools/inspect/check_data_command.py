@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.model is not None:
         from nemo_kto.config.resolved import ModelFiles
         from nemo_kto.data.tokens.chat_template import RecordEncoder
-        from nemo_kto.run.row_counts import model_tokenizer, model_vocab_size
+        from nemo_kto.run.data import model_tokenizer, model_vocab_size
 
         model = ModelFiles(source=local_folder(pin(flags.model, weights=False) if is_hub_name(flags.model) else flags.model))
         encoder = RecordEncoder(

@@ -76,7 +76,7 @@ def data_errors(run: ResolvedRun) -> list[ConfigError]:
 
 def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterator[str]:
     from nemo_kto.memory.micro_batches import multiple_of
-    from nemo_kto.run.row_counts import collate_settings, model_tokenizer, source_settings
+    from nemo_kto.run.data import collate_settings, model_tokenizer, source_settings
     from nemo_kto.tools.inspect.data_preview import Marks, Preview
 
     cfg = run.cfg
@@ -101,7 +101,7 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         for warning in splits.warnings:
             yield f"Of the first rows, {terminal_line(warning.removeprefix(f'{file}: '))}."
         if cfg.recipe.has_pairs:
-            yield from preview.dpo(dataset, batch, with_rewards=cfg.loss.record.needs_rewards)
+            yield from preview.dpo(dataset, batch, with_rewards=cfg.loss.definition.needs_rewards)
         else:
             yield from preview.kto(dataset, batch, examples)
 
@@ -113,7 +113,7 @@ def tokenise(argv: Sequence[str]) -> None:
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "the rows cannot be tokenised"
     run = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False).resolve(flags.words)
-    from nemo_kto.run.row_counts import model_tokenizer, source_settings, split_text
+    from nemo_kto.run.data import model_tokenizer, source_settings, split_text
 
     settings = source_settings(with_all_cores(run), model_tokenizer(run.files))
     settings["progress"] = partial(progress_bar, shown=True)

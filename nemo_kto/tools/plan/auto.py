@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from nemo_kto.config.checker import Checker, InvalidConfig, given_keys, read_positions
 from nemo_kto.config.compose import is_auto
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import LAYOUT_SETTINGS, ResolvedRun
 from nemo_kto.errors import ConfigError
 from nemo_kto.memory.hardware import Machines
 from nemo_kto.memory.memory_check import LORA, overrides
-from nemo_kto.memory.run_plan import AXES, ROOM, Plan, Values, make_plan, size, with_precision
+from nemo_kto.memory.run_plan import ROOM, Plan, make_plan, size, with_precision
 from nemo_kto.tools.plan.layouts import best_layouts, layouts, values_of
 from nemo_kto.tools.plan.shortage import find_shortage
 from nemo_kto.utils.fields import echo
@@ -22,15 +21,6 @@ _TOGETHER = (
     tuple(f"activations_checkpoint_{name}" for name in ("granularity", "method", "num_layers")),
     ("micro_batch_size", "micro_batch_tokens"),
 )
-# Model settings that are chosen -> their values in the run from which the search starts.
-START: Values = {
-    **dict.fromkeys(AXES, 1),
-    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")),
-    **dict.fromkeys(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
-    **dict.fromkeys((f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
-    "sequence_parallel": False,
-    **dict.fromkeys(chain(*_TOGETHER)),
-}
 _LR = "model.optim.lr"
 
 
@@ -47,10 +37,10 @@ def settle(words: Sequence[str], checker: Checker, machines_of: Callable[[Resolv
         hardware = [] if any(text.startswith("hardware=") for text in others) else ["hardware=cpu"]
         return [*hardware, *others], f"recipe=auto: {' '.join(hardware) or 'nothing to set'} (no GPU)"
     keys = given_keys(run.cfg, given)
-    kept = {name for name in START if f"model.{name}" in keys}
+    kept = {name for name in LAYOUT_SETTINGS if f"model.{name}" in keys}
     kept = kept.union(*(names for names in _TOGETHER if kept.intersection(names)))
-    fixed = {name: getattr(run.cfg.model, name) for name in START if name in kept}
-    start = make_plan(with_precision(run.with_model(**START), on_gpu=True), machines)
+    fixed = {name: getattr(run.cfg.model, name) for name in LAYOUT_SETTINGS if name in kept}
+    start = make_plan(with_precision(run.with_model(**LAYOUT_SETTINGS), on_gpu=True), machines)
     start = replace(start, fixed=fixed)
     found = _best(start)
     if found is None:

@@ -124,10 +124,9 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
     """
     from nemo_kto.memory.micro_batches import measure
     from nemo_kto.memory.run_plan import degrees, make_plan, with_shared_prompts
-    from nemo_kto.run.build import prepare
+    from nemo_kto.run.data import check_validation_rows, split_text
     from nemo_kto.run.lifecycle import check_export
-    from nemo_kto.run.resume import check_validation_rows
-    from nemo_kto.run.row_counts import counted_rows, split_text
+    from nemo_kto.run.prepare import prepare
     from nemo_kto.run.samples import samples_text
     from nemo_kto.telemetry.text_table import epochs
 
@@ -138,12 +137,13 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
     batches, resumption = len(start.data.train.batch_sampler), start.resumption
     steps, splits = run.length.total_steps(batches), start.data.splits.in_use
     folder = "a new run" if resumption.resumed_step is None else f"resumes after step {resumption.resumed_step}"
-    plan = make_plan(counted_rows(run, splits["train"].counts), machines)
+    counts = splits["train"].counts
+    plan = make_plan(run.with_row_tokens(counts.tokens / counts.rows), machines)
     if plan.limits.share_prompts:
         plan = with_shared_prompts(plan, measure(run, start.data.train, plan.limits))
     return replace(plan, steps=steps), {
         **{name: split_text(run.cfg.recipe.unit, examples.counts) for name, examples in splits.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",
-        **({} if start.data.samples is None else {"samples": samples_text(run, start.data.samples, start.data.splits)}),
+        **({} if start.samples is None else {"samples": samples_text(run, start.samples, start.data.splits)}),
         "run folder": f"{run.folder} ({resumption.finished or folder})",
     }

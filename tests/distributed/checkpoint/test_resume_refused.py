@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import find_checkpoints
-from nemo_kto.run.build import Start, prepare
+from nemo_kto.run.prepare import Start, prepare
 from nemo_kto.run.resume import Facts, differences, facts_of_run
 from tests.helpers import hf_models
 from tests.helpers.job_cache import CHECKPOINTS

@@ -47,7 +47,7 @@ def measured_and_planned(
     before = _resident("VmRSS")
     one_epoch = "trainer.kto.max_epochs=1"  # a plan knows of no other limit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_kto.run.build.check_memory", planned)
+        patch.setattr("nemo_kto.run.prepare.check_memory", planned)
         train(model, rows, folder, world_size, [*overrides, one_epoch])
     plan, stage = plans[0]
     memory = plan.stages[stage]

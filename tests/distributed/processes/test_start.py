@@ -16,7 +16,7 @@ from nemo_kto.device.precision import Bf16Support
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import info_text
-from nemo_kto.run import lifecycle
+from nemo_kto.run import prepare
 from tests.helpers.messages import Message, raises
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import resolved, train
@@ -33,7 +33,7 @@ def started(*arguments: Any) -> str:
     """Output of a rank of a job, where only rank 0 has bf16."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(lifecycle, "bf16_support", lambda: support(state.rank() == 0))
+        patch.setattr(prepare, "bf16_support", lambda: support(state.rank() == 0))
         train(*arguments)
     return printed.getvalue()
 
@@ -65,8 +65,8 @@ def test_a_resumed_run_keeps_its_precision(
     if dtype is not None:
         file = make_checkpoint(tmp_path / "checkpoints", 1) / "trainer.json"
         file.write_text(info_text({**json.loads(file.read_text()), "dtype": dtype}))
-    monkeypatch.setattr(lifecycle, "bf16_support", lambda: support(native))
-    run = lifecycle.resolve_precision(resolved(tiny_llama, kto_rows, tmp_path, 1, ["trainer.precision=auto"]))
+    monkeypatch.setattr(prepare, "bf16_support", lambda: support(native))
+    run = prepare.agree_between_ranks(resolved(tiny_llama, kto_rows, tmp_path, 1, ["trainer.precision=auto"]))
     assert run.cfg.trainer.precision == precision
     warning = Message("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")
     assert caplog.messages == [warning] * ((precision, native) == ("bf16", False))
@@ -80,11 +80,11 @@ def test_bf16_on_a_cpu_that_is_too_slow(
     if saved is not None:
         file = make_checkpoint(tmp_path / "checkpoints", 1) / "trainer.json"
         file.write_text(info_text({**json.loads(file.read_text()), "dtype": saved}))
-    monkeypatch.setattr(lifecycle, "bf16_support", lambda: replace(support(False), too_slow=True))
+    monkeypatch.setattr(prepare, "bf16_support", lambda: replace(support(False), too_slow=True))
 
     def resolve(precision: str) -> str:
         run = resolved(tiny_llama, kto_rows, tmp_path, 1, [f"trainer.precision={precision}"])
-        return str(lifecycle.resolve_precision(run).cfg.trainer.precision)
+        return str(prepare.agree_between_ranks(run).cfg.trainer.precision)
 
     remedy = "trainer.precision=32" if saved else "auto or 32"
     with raises(UserError, "trainer.precision", "10 times", "bf16", SLOW, remedy, "trainer.precision=bf16-forced"):

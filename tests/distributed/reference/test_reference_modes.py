@@ -143,7 +143,7 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
-        patch.setattr("nemo_kto.run.build.build_optimizer", recorded)
+        patch.setattr("nemo_kto.run.build_trainer.build_optimizer", recorded)
         length = ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", "model.micro_batch_size=16"]
         train(model, rows, folder, 1, [*length, *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]

@@ -193,7 +193,7 @@ def test_a_configuration_has_its_recipe_and_sections(load: Load, recipe: Recipe)
     assert cfg.recipe is recipe
     assert cfg.algorithm == recipe.name
     assert isinstance(cfg.loss, recipe.loss_section)
-    assert cfg.loss.record is recipe.losses[recipe.name]
+    assert cfg.loss.definition is recipe.losses[recipe.name]
     assert (cfg.loop.max_steps, cfg.loss.ref_policy_kl_penalty) == (3, 0.5)
 
 

@@ -20,9 +20,8 @@ from nemo_kto.cli.job import refuse_mistakes
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import save_config
 from nemo_kto.distributed import state
-from nemo_kto.errors import ConfigError, UserError, describe, printable, show
-from nemo_kto.redaction import redacted
-from nemo_kto.run.build import build_logger
+from nemo_kto.errors import ConfigError, UserError, describe, printable, redacted, show
+from nemo_kto.run.build_trainer import build_logger
 from nemo_kto.telemetry import loggers
 from nemo_kto.telemetry.loggers import WARNINGS_FILE, RunLogger, collect_warnings
 from nemo_kto.utils.files import redact_file

@@ -49,7 +49,7 @@ def test_losses_of_pairs_accept_only_their_options(find_errors: FindErrors, name
 
 def test_unset_options_have_the_defaults_of_the_loss(load: Load) -> None:
     cfg = load(recipe=DPO)
-    assert (cfg.loss.record, cfg.loss.loss_options()) == (LOSSES["dpo"], {})
+    assert (cfg.loss.definition, cfg.loss.loss_options()) == (LOSSES["dpo"], {})
     assert cfg.data_options() == {"default_chosen_reward": 1.0, "default_rejected_reward": 0.0}
     given = ["model.dpo.preference_loss=simpo", "model.dpo.simpo_gamma=2"]
     assert load(*given, recipe=DPO).loss.loss_options() == {"simpo_gamma": 2.0}
@@ -61,10 +61,10 @@ def test_the_record_of_a_mixture_and_without_a_reference(load: Load) -> None:
     given = ["model.dpo.preference_losses={dpo: 0.8, bco_pair: 0.2}", "model.dpo.label_smoothing=0.1"]
     loss = load(*given, recipe=DPO).loss
     assert (loss.loss_name, loss.loss_options()) == ("0.8 dpo + 0.2 bco_pair", {"label_smoothing": 0.1})
-    assert loss.record.parts == {"dpo": (LOSSES["dpo"], 0.8), "bco_pair": (LOSSES["bco_pair"], 0.2)}
-    assert loss.record.needs_reference
+    assert loss.definition.parts == {"dpo": (LOSSES["dpo"], 0.8), "bco_pair": (LOSSES["bco_pair"], 0.2)}
+    assert loss.definition.needs_reference
     for overrides in (given, []):
-        assert not load(*overrides, "model.dpo.reference_free=true", recipe=DPO).loss.record.needs_reference
+        assert not load(*overrides, "model.dpo.reference_free=true", recipe=DPO).loss.definition.needs_reference
 
 
 def test_a_sweep_may_set_options_of_another_of_its_losses(find_errors: FindErrors) -> None:

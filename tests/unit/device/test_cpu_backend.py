@@ -13,7 +13,7 @@ import pytest
 CODE = """
 import os, sys, warnings
 import torch
-import nemo_kto.run.build
+import nemo_kto.run.train
 from nemo_kto.device.patches import install_cpu_backend
 print({"torch._dynamo", "torch.utils.tensorboard", "wandb"} & set(sys.modules))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.config.schema import ScheduleConfig
-from nemo_kto.run.build import ScheduleLengths, schedule_lengths
+from nemo_kto.run.build_trainer import ScheduleLengths, schedule_lengths
 from tests.helpers.messages import Message
 
 NONE: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,14 +13,13 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.device import kernels
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.device import device, kernels
 from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.run import build
 from nemo_kto.run import reference_setup as reference
-from nemo_kto.run.data import too_few_rows
-from nemo_kto.run.row_counts import shares_of, source_settings
-from tests.helpers.messages import Message
+from nemo_kto.run.data import check_number_of_rows, shares_of, source_settings
+from tests.helpers.messages import raises
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 
 
@@ -44,11 +44,9 @@ def test_the_largest_batch_that_fits_is_named(
 ) -> None:
     for name, remedy in (("kto", kto), ("dpo", dpo)):
         cfg = resolved(f"model.micro_batch_size={micro}", name=name).cfg
-        error = too_few_rows(cfg, rows, data_parallel=data_parallel)
-        if remedy is None:
-            assert error is None
-        else:
-            assert error == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
+        names = ("model.global_batch_size", f"{rows}", "64", *(remedy or ()), "model.data.data_prefix")
+        with nullcontext() if remedy is None else raises(DataError, *names):
+            check_number_of_rows(cfg, rows, data_parallel=data_parallel)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +129,8 @@ def test_a_rank_packs_only_with_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}", *keys)
-    monkeypatch.setattr(build.device, "on_gpu", lambda: True)
-    monkeypatch.setattr(build.device, "gpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "gpu_has_bf16", lambda: has_bf16)
     monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: engine)
     monkeypatch.setattr(kernels, "varlen_attention", lambda dtype: print if kernel else None)
     assert packing_of(run).is_on is is_on

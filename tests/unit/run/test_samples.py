@@ -12,9 +12,8 @@ import pytest
 
 from nemo_kto.data.batches.dataset import KTOExample
 from nemo_kto.errors import UserError
-from nemo_kto.run.data import SamplePrompts, build_prompts
-from nemo_kto.run.resume import check_validation_rows
-from nemo_kto.run.samples import Sampler, _row_text
+from nemo_kto.run.data import check_validation_rows
+from nemo_kto.run.samples import SamplePrompts, Sampler, _row_text, build_prompts
 from tests.helpers.messages import raises
 from tests.helpers.tiny_models import EOS, TURN_END, TURN_START, make_tokenizer
 from tests.unit.run.test_build_rows import resolved

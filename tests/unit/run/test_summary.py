@@ -11,8 +11,8 @@ import pytest
 from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.splits import Splits
-from nemo_kto.run.row_counts import split_text
-from nemo_kto.run.start_summary import balance_line, row_lines
+from nemo_kto.run.data import split_text
+from nemo_kto.run.summary import balance_line, row_lines
 from tests.helpers.published_configs import published, write
 
 

@@ -27,7 +27,7 @@ def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
     """The lines of a rank that prints everything, with logging set up twice."""
     for _ in range(2):
         set_up_logging(rank=rank, stream=stream)
-    for name in ("nemo_kto.run.build", "nemo_kto.data.batches.dataset", "some_library"):
+    for name in ("nemo_kto.run.train", "nemo_kto.data.batches.dataset", "some_library"):
         logger = logging.getLogger(name)
         logger.info("%s tells", name)
         logger.warning("%s warns", name)
@@ -41,8 +41,8 @@ def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
 
 def test_rank_zero_logs_and_warns() -> None:
     assert say_all(io.StringIO(), rank=0) == [
-        "nemo_kto.run.build tells",
-        "warning: nemo_kto.run.build warns",
+        "nemo_kto.run.train tells",
+        "warning: nemo_kto.run.train warns",
         "nemo_kto.data.batches.dataset tells",
         "warning: nemo_kto.data.batches.dataset warns",
         "warning: some_library warns",
@@ -53,7 +53,7 @@ def test_rank_zero_logs_and_warns() -> None:
 
 def test_other_ranks_log_only_their_warnings() -> None:
     assert say_all(io.StringIO(), rank=3) == [
-        "warning on rank 3: nemo_kto.run.build warns",
+        "warning on rank 3: nemo_kto.run.train warns",
         "warning on rank 3: some_library warns",
         "error on rank 3: broken",
         "warning on rank 3: old (FutureWarning, library.py:7)",

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from email.message import Message
 from html import unescape
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.tools.report import report_command as report
 from nemo_kto.tools.report.facts import answers
 from nemo_kto.tools.report.histograms import common_bins
-from nemo_kto.tools.report.report_page import content_of, html
+from nemo_kto.tools.report.report_page import content_of, html, write_report
 from nemo_kto.utils.locks import this_process
 from nemo_kto.utils.text import MINUS
 from tests.helpers.outputs import assert_output
@@ -128,11 +127,10 @@ def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkey
     end_run(folder, RUNNING)
     left = folder / f".report.html-{'0' * 32}"
     left.touch()
-    run: Any = SimpleNamespace(folder=folder, cfg=SimpleNamespace(export=SimpleNamespace(report=True)))
-    lifecycle.complete_record(run)
+    lifecycle.complete_record(folder, write_report)
     assert (read_run(folder).state.word, left.exists()) == (FINISHED, False)
     written = (folder / "report.html").stat().st_mtime_ns
-    lifecycle.complete_record(run)
+    lifecycle.complete_record(folder, write_report)
     assert (folder / "report.html").stat().st_mtime_ns == written, "once"
 
 

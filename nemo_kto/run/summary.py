@@ -16,21 +16,23 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.schema import GPTConfig
 from nemo_kto.data.batches.splits import Splits
 from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths
+from nemo_kto.distributed import state
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.rank_weights import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.layers.packing import MAX_HEAD_DIM
-from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
+from nemo_kto.memory.micro_batches import packing_of
 from nemo_kto.mixers import GatedDeltaNet, Mamba2
 from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.models.engine.sequences import MicroBatchLimits
-from nemo_kto.run.data import RunData
+from nemo_kto.run.data import split_text
 from nemo_kto.run.policy import Policy
-from nemo_kto.run.row_counts import split_text
+from nemo_kto.run.prepare import Placement, Start
 from nemo_kto.run.samples import samples_text
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE
@@ -38,55 +40,91 @@ from nemo_kto.telemetry.text_table import adapter_lines, epochs, figures_of, lay
 from nemo_kto.telemetry.timers import duration_text
 
 
-def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step: int | None) -> dict[str, str]:
+def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
+    """Print the table before training on rank 0, and return its lines; none on other ranks."""
+    if not state.is_rank_zero():
+        return {}
+    lines = start_lines(run, policy, start, placement)
+    print(table(f"nemo-kto {run.cfg.recipe.name}", lines), flush=True)
+    return lines
+
+
+def start_lines(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
     """Return the lines of the table before training, by label."""
-    cfg, model, architecture, settings = run.cfg, run.cfg.model, policy.architecture, run.adapters
-    batches, reference = len(data.train.batch_sampler), f"{run.reference.name} ({run.reference.reason})"
-    parameters, trained, adapters = _count(wanted_weights(architecture)), "all trained", "none"
-    if settings is not None:
-        trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
-        layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
-        origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
-        modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
-        adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
-    source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
-    resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
-    limits = micro_batch_limits(run)
-    unit, rest = cfg.recipe.unit, data.splits.in_use["train"].counts.rows % model.global_batch_size
-    omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
+    cfg, model, architecture = run.cfg, run.cfg.model, policy.architecture
+    data, samples, resumption = start
+    unit = cfg.recipe.unit
     lines = {
-        "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
+        "model": (
+            f"{cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name}), "
+            f"{short(_count(wanted_weights(architecture)))} parameters, {_trained_text(run, architecture)}"
+        ),
         **policy.weights_line,
         **run.files.output_line,
-        "adapters": adapters,
-        **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
-        **row_lines(data.splits),
-        **cfg.loss.start_lines(data.splits.train),
-        "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
-        "lr": _lr_text(run),
-        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {limits}{omitted}",
-        **_micro_batches(run),
-        "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
-        "layout": layout_text(
-            data=parallel_state.get_data_parallel_world_size(),
-            context=model.context_parallel_size,
-            tensor=model.tensor_model_parallel_size,
-            pipeline=model.pipeline_model_parallel_size,
-            stages=run.split.text(architecture.num_layers),
-            sequence_parallel=model.sequence_parallel,
-            experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
-            optimizer_instances=model.optim.num_distributed_optimizer_instances,
-        ),
-        **({} if architecture.experts is None else balance_line(model.moe_aux_loss_coeff, run.files.config[0])),
-        "device": _device_text(),
-        "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
-        "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
-        **_reference_memory(run),
-        **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
-        "run folder": str(run.folder),
+        "adapters": _adapters_text(run, architecture),
     }
-    slow = _slow_paths(run, architecture, limits)
+
+    # Rows
+    lines |= {name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()}
+    lines |= row_lines(data.splits)
+    lines |= cfg.loss.start_lines(data.splits.train)
+
+    # Steps
+    batches = len(data.train.batch_sampler)
+    steps = run.length.total_steps(batches)
+    resumed = "" if resumption.resumed_step is None else f", resumed after step {resumption.resumed_step}"
+    rest = data.splits.in_use["train"].counts.rows % model.global_batch_size
+    omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
+    lines |= {
+        "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
+        "lr": _lr_text(model),
+        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {placement.limits}{omitted}",
+        **_micro_batches(run, placement),
+        "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
+    }
+
+    # Ranks
+    lines["layout"] = layout_text(
+        data=parallel_state.get_data_parallel_world_size(),
+        context=model.context_parallel_size,
+        tensor=model.tensor_model_parallel_size,
+        pipeline=model.pipeline_model_parallel_size,
+        stages=run.split.text(architecture.num_layers),
+        sequence_parallel=model.sequence_parallel,
+        experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
+        optimizer_instances=model.optim.num_distributed_optimizer_instances,
+    )
+    if architecture.experts is not None:
+        lines |= balance_line(model.moe_aux_loss_coeff, run.files.config[0])
+    lines["device"] = _device_text()
+    lines["precision"] = f"{cfg.trainer.precision} ({run.precision_reason})"
+
+    # Reference
+    reference = f"{run.reference.name} ({run.reference.reason})"
+    lines["reference"] = reference if run.reference_model is None else f"{reference}, {run.reference_model}"
+    lines |= _reference_memory(placement)
+
+    if samples is not None:
+        lines["samples"] = samples_text(run, samples, data.splits)
+    lines["run folder"] = str(run.folder)
+    slow = _slow_paths(run, architecture, placement.limits)
     return lines | {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
+
+
+def _trained_text(run: ResolvedRun, architecture: Architecture) -> str:
+    if run.adapters is None:
+        return "all trained"
+    return f"{short(_count(wanted_adapters(architecture, run.adapters)))} in adapters trained"
+
+
+def _adapters_text(run: ResolvedRun, architecture: Architecture) -> str:
+    settings, folder = run.adapters, run.files.adapter_folder
+    if settings is None:
+        return "none"
+    modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
+    layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
+    origin = "" if folder is None else f", from {folder}"
+    return f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
 
 
 def _slow_paths(run: ResolvedRun, architecture: Architecture, limits: MicroBatchLimits) -> list[str]:
@@ -124,29 +162,29 @@ def balance_line(weight: float, config: Mapping[str, Any]) -> dict[str, str]:
     return {"experts": f"{text} (model.moe_aux_loss_coeff={weight:g}{note})"}
 
 
-def _micro_batches(run: ResolvedRun) -> dict[str, str]:
+def _micro_batches(run: ResolvedRun, placement: Placement) -> dict[str, str]:
     """Return why micro-batches on GPUs have their size, and why they are packed or not."""
     if not device.on_gpu():
         return {}
     packing = packing_of(run)
     packed = f"{'packed' if packing.is_on else 'not packed'} ({packing.reason})"
-    if not run.micro_batch_tokens:
+    if not placement.micro_batch_tokens:
         return {"micro-batches": packed}
-    return {"micro-batches": f"{run.micro_batch_tokens:,} tokens ({run.micro_batch_reason}), {packed}"}
+    return {"micro-batches": f"{placement.micro_batch_tokens:,} tokens ({placement.micro_batch_reason}), {packed}"}
 
 
-def _reference_memory(run: ResolvedRun) -> dict[str, str]:
-    if not device.on_gpu() or not run.swaps_reference or not run.reference_memory:
+def _reference_memory(placement: Placement) -> dict[str, str]:
+    if not device.on_gpu() or not placement.reference_memory:
         return {}
-    memory = {"gpu": "GPU memory", "cpu": "host memory"}[run.reference_memory]
-    return {"reference weights": f"{memory} ({run.reference_memory_reason})"}
+    memory = {"gpu": "GPU memory", "cpu": "host memory"}[placement.reference_memory]
+    return {"reference weights": f"{memory} ({placement.reference_reason})"}
 
 
-def _lr_text(run: ResolvedRun) -> str:
-    lr, scheme = run.cfg.model.optim.lr, run.cfg.model.peft.peft_scheme
+def _lr_text(model: GPTConfig) -> str:
+    lr, scheme = model.optim.lr, model.peft.peft_scheme
     if lr != DEFAULT_LR[scheme]:
         return f"{lr:g} (model.optim.lr)"
-    return f"{lr:g} (the default of model.optim.lr {'for adapters' if run.has_adapters else 'if all weights are trained'})"
+    return f"{lr:g} (the default of model.optim.lr {'if all weights are trained' if scheme == 'none' else 'for adapters'})"
 
 
 def _count(shapes: Shapes) -> int:
@@ -170,13 +208,13 @@ def end_table(
     cfg, name, metrics = run.cfg, run.cfg.recipe.name, run.folder / METRICS_FILE
     is_early = trainer.step < trainer.max_steps
     early_stopping = trainer.stopped_early if is_early else None
-    state_text, next_step, lines = "finished", "train longer", dict[str, str]()
+    outcome, next_step, lines = "finished", "train longer", dict[str, str]()
     overrides = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
     if early_stopping is not None:
-        state_text, lines["early stopping"] = "stopped by early stopping", early_stopping
+        outcome, lines["early stopping"] = "stopped by early stopping", early_stopping
         overrides.append("exp_manager.create_early_stopping_callback=false")
     elif is_early:
-        state_text, next_step = f"stopped by trainer.max_time={cfg.trainer.max_time}", "resume"
+        outcome, next_step = f"stopped by trainer.max_time={cfg.trainer.max_time}", "resume"
     else:
         _, limits = run.length.what_ends(len(trainer.train_dataloader.batch_sampler))
         max_steps = -1 if "max_epochs" in limits else 2 * trainer.max_steps
@@ -192,7 +230,7 @@ def end_table(
         lines["samples"] = str(run.folder / SAMPLES_FILE)
     lines |= {} if report is None else {"report": str(report)}
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
-    return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
+    return table(f"nemo-kto {name} {outcome} after {done} in {duration_text(seconds)}", lines)
 
 
 def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:

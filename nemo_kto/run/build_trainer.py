@@ -1,12 +1,8 @@
-"""Run a training job from its configuration: build each object once, train, and export the model."""
+"""Build the trainer of a run and its components: engine, reference, model, optimizer, checkpoints, logs and callbacks."""
 
 from __future__ import annotations
 
 import logging
-import os
-import time
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,181 +22,46 @@ from nemo_kto.algorithms.callbacks import (
 )
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import BestValidation, SkippedSteps, fraction_of
-from nemo_kto.architecture.lora import few_adapted, refused_by_peft
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun, find_callback
-from nemo_kto.config.rules.gpu_rules import check_gpu
-from nemo_kto.config.saved_config import public_config, save_config
+from nemo_kto.config.saved_config import public_config
 from nemo_kto.config.schema import RunConfig, ScheduleConfig
 from nemo_kto.device import device
 from nemo_kto.device.precision import dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
-from nemo_kto.memory.hardware import Machines, these_machines
-from nemo_kto.memory.memory_check import check_memory
-from nemo_kto.memory.micro_batches import micro_batch_limits, repeats_keys
-from nemo_kto.memory.run_plan import place_reference, size_micro_batches
 from nemo_kto.model_files.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
+from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.preference_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.redaction import redacted_value
-from nemo_kto.run.data import RunData, build_data
-from nemo_kto.run.lifecycle import (
-    agree_on_models,
-    check_export,
-    complete_record,
-    finish,
-    hold_run_folder,
-    name_of_newest,
-    record_failure,
-    record_start,
-    resolve_precision,
-    stop_early,
-)
-from nemo_kto.run.policy import Policy, build_policy, check_sources
+from nemo_kto.run.data import RunData
+from nemo_kto.run.lifecycle import name_of_newest
+from nemo_kto.run.policy import Policy
+from nemo_kto.run.prepare import Placement, Start
 from nemo_kto.run.reference_setup import ReferenceSetup, build_reference
-from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
-from nemo_kto.run.row_counts import counted_rows, model_tokenizer
+from nemo_kto.run.resume import build_early_stopping
 from nemo_kto.run.samples import Sampler, build_sampler, extreme_rows
-from nemo_kto.run.start_summary import start_lines
-from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
+from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
-from nemo_kto.telemetry.text_table import table
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 from nemo_kto.telemetry.watch import device_peak_flops
-from nemo_kto.tools.plan.auto import START
 
 logger = logging.getLogger(__name__)
 
 _WARMUP_STEPS = 10  # default, or fewer in a shorter run
 
 
-def train(run: ResolvedRun) -> None:
-    """Run the whole job on this rank: train the policy and export it; ``run`` must already be checked (see ``cli``)."""
-    model = run.cfg.model
-    layout = state.Layout(
-        tensor=model.tensor_model_parallel_size,
-        pipeline=model.pipeline_model_parallel_size,
-        context=model.context_parallel_size,
-        virtual=model.virtual_pipeline_model_parallel_size,
-        sequence_parallel=model.sequence_parallel,
-        expert=model.expert_model_parallel_size,
-        expert_tensor=model.expert_tensor_parallel_size,
-        optimizer_instances=model.optim.num_distributed_optimizer_instances,
-    )
-    if run.cfg.trainer.deterministic:
-        device.use_deterministic_kernels()
-    device.record_collectives(str(run.folder / "nccl_trace_rank_"))
-    state.init_distributed(
-        layout=layout,
-        seed=model.seed,
-        timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes),
-        settings={f"model.{name}": getattr(model, name) for name in START},
-    )
-    with hold_run_folder(run.folder), collect_warnings() as warnings:
-        _train(resolve_precision(agree_on_models(run)), warnings)
+def build_trainer(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> DPOTrainer:
+    """Build the trainer and all its components; if the run is resumed, load the chosen checkpoint. Collective."""
+    cfg, (data, samples, resumption) = run.cfg, start
+    resumed_step = resumption.resumed_step
+    max_steps = run.length.total_steps(len(data.train.batch_sampler))
 
-
-def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
-    """Run the job; the lock of the run folder must be held."""
-    state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
-    world_size = state.world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
-    machines = replace(these_machines(run, ranks=world_size, local=local, timed=False), repeats_keys=repeats_keys(run))
-    state.raise_together(state.attempt(partial(check_memory, run, machines)), "{}")
-    with watchdog.phase("opening the logs"):
-        check_logs(run)
-    with watchdog.phase("preparing data"):
-        start = prepare(run)
-    if start.resumption.finished is not None:
-        if state.is_rank_zero():
-            complete_record(run)
-            print(f"nemo-kto: {start.resumption.finished}", flush=True)
-        state.destroy()
-        return
-    check_export(run)
-    check_validation_rows(run.cfg, start.data)
-    longest = longest_row(run, start.data)
-    run = fit_to_memory(run, start.data, machines)
-    if state.is_rank_zero() and (warning := check_memory(run, machines, longest=longest)):
-        logger.warning(warning)
-    new_adapters = run.adapters if run.files.adapter_folder is None else None
-    if state.is_rank_zero() and new_adapters is not None and (warning := few_adapted(run.architecture, new_adapters)):
-        logger.warning(warning)
-    if state.is_rank_zero() and run.adapters and (refusal := refused_by_peft(run.architecture.family, run.adapters)):
-        remedy = "load the merged model, or adapt other modules: model.peft.lora_tuning.target_modules=[all-linear]"
-        logger.warning("%s, so that it will not load export.adapter_path; %s", refusal, remedy)
-    with watchdog.phase("loading the model"):
-        policy = build_policy(run)
-    resumed_step, summary = start.resumption.resumed_step, dict[str, str]()
-    if state.is_rank_zero():
-        summary = start_lines(run, policy, start.data, resumed_step=resumed_step)
-        print(table(f"nemo-kto {run.cfg.recipe.name}", summary), flush=True)
-    with watchdog.phase("building the trainer"):
-        trainer = build_trainer(run, policy, start)
-    watchdog.count_steps(lambda: trainer.step)
-    # Defer stop signals before the ranks synchronise: otherwise one rank could exit without saving while another is in its
-    # first step.
-    with signals.deferred():
-        # Only after the resume checks: a configuration with which the run cannot be resumed must not replace the saved one.
-        def record() -> None:
-            save_config(run.cfg)
-            record_start(run, *start, summary=summary, total_steps=trainer.max_steps)
-            warnings.open_file(run.folder, step=lambda: trainer.step, resumed_step=resumed_step)
-
-        state.on_rank_zero(record, "the configuration could not be written: {}")
-        began = time.monotonic()
-        with record_failure(run, trainer):
-            trainer.fit()
-            if trainer.ended_early:
-                stop_early(run, trainer)
-            with watchdog.phase("export"):
-                finish(run, policy, trainer, seconds=time.monotonic() - began)
-    state.destroy()
-
-
-def longest_row(run: ResolvedRun, data: RunData) -> int:
-    """Return the number of tokens of the longest sequence of a run."""
-    return min(max(examples.counts.longest for examples in data.splits.in_use.values()), run.cfg.seq_length)
-
-
-def fit_to_memory(run: ResolvedRun, data: RunData, machines: Machines) -> ResolvedRun:
-    """Choose the size of micro-batches on GPUs and the memory of swapped reference weights, on rank 0; collective."""
-    if device.on_gpu():
-        tokens = partial(size_micro_batches, counted_rows(run, data.splits.in_use["train"].counts), machines)
-        run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))
-    if run.swaps_reference:
-        place = partial(place_reference, run, machines, longest=longest_row(run, data))
-        run = run.with_reference_memory(*state.from_rank_zero(place, doing="placing the reference"))
-    return run
-
-
-class Start(NamedTuple):
-    """State of a run before its model is built: its data, and the result of the resume checks."""
-
-    data: RunData
-    resumption: Resumption
-
-
-def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
-    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
-
-    Raises UserError if the weights are of another model, the data cannot be used, or the run cannot be resumed with this
-    configuration.
-    """
-    state.on_rank_zero(lambda: check_sources(run), "{}")
-    data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
-    return Start(data, look_for_run(run, data))
-
-
-def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
-    """Build the trainer and all its components; if the run is resumed, load the chosen checkpoint."""
-    cfg, data, resumption = run.cfg, start.data, start.resumption
-    max_steps, resumed_step = run.length.total_steps(len(data.train.batch_sampler)), resumption.resumed_step
     timers = PhaseTimers(clock=device.moment, observe=watchdog.phase)
     run_timer = RunTimer(
         max_time=cfg.trainer.max_time,
@@ -209,16 +70,37 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         agree=state.max_over_ranks,
         requeue=cfg.trainer.requeue,
     )
-    engine = build_engine(run, policy)
-    sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
-    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0, sampler=sampler)
+
+    engine = build_engine(cfg, policy, placement.limits)
+    sampler = build_sampler(
+        run, engine, tokenizer=data.tokenizer, samples=samples, run_timer=run_timer, is_resumed=resumed_step is not None
+    )
+    reference = build_reference(
+        run,
+        policy,
+        engine,
+        data=data,
+        timers=timers,
+        run_timer=run_timer,
+        on_gpu=placement.reference_on_gpu,
+        first_step=resumed_step or 0,
+        sampler=sampler,
+    )
     model = cfg.recipe.model(
         engine=engine,
         reference=reference.policy,
-        objective=build_objective(run.cfg),
+        objective=Objective(
+            loss=cfg.loss.definition,
+            options=cfg.loss.loss_options(),
+            beta=cfg.loss.ref_policy_kl_penalty,
+            preference_loss_weight=cfg.loss.preference_loss_weight,
+            sft_loss_weight=cfg.loss.sft_loss_weight,
+            sft_average_log_probs=cfg.loss.sft_average_log_probs,
+        ),
         phase=timers.phase,
         **cfg.loss.model_options(data.splits.train),
     )
+
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(
         folder=run.checkpoints,
@@ -233,9 +115,8 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.exp_manager.checkpoint_callback_params.model_dump(),
     )
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
+
     run_logger = build_logger(run, resumed_step=resumed_step)
-    callbacks = recording_callbacks(run, data, sampler, run_logger)
-    callbacks += build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)
     trainer = cfg.recipe.trainer(
         cfg=run.length,
         model=model,
@@ -248,7 +129,9 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=callbacks,
+        callbacks=build_callbacks(
+            run, start, engine, sampler=sampler, reference=reference, run_logger=run_logger, max_steps=max_steps
+        ),
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
         best_validation=build_best_validation(cfg),
@@ -260,28 +143,18 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     return trainer
 
 
-def build_engine(run: ResolvedRun, policy: Policy) -> LogProbEngine:
+def build_engine(cfg: RunConfig, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
+    loss, model = cfg.loss, cfg.model
     return LogProbEngine(
         chunks=list(policy.chunks),
         vocab_size=policy.architecture.vocab_size,
-        limits=micro_batch_limits(run),
-        forward_micro_batch_size=run.cfg.loss.log_prob_forward_micro_batch_size,
-        average_log_probs=run.cfg.loss.preference_average_log_probs or run.cfg.loss.record.average_log_probs,
-        logprob_chunk_size=run.cfg.model.logprob_chunk_size,
-        logprob_gradient_summands=run.cfg.model.logprob_gradient_summands,
+        limits=limits,
+        forward_micro_batch_size=loss.log_prob_forward_micro_batch_size,
+        average_log_probs=loss.preference_average_log_probs or loss.definition.average_log_probs,
+        logprob_chunk_size=model.logprob_chunk_size,
+        logprob_gradient_summands=model.logprob_gradient_summands,
         flops=ModelFlops.of_model(policy.architecture, adapters=unwrap_model(policy.chunks[0]).adapters),
-        moe_aux_loss_coeff=run.cfg.model.moe_aux_loss_coeff,
-    )
-
-
-def build_objective(cfg: RunConfig) -> Objective:
-    return Objective(
-        loss=cfg.loss.record,
-        options=cfg.loss.loss_options(),
-        beta=cfg.loss.ref_policy_kl_penalty,
-        preference_loss_weight=cfg.loss.preference_loss_weight,
-        sft_loss_weight=cfg.loss.sft_loss_weight,
-        sft_average_log_probs=cfg.loss.sft_average_log_probs,
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
     )
 
 
@@ -306,19 +179,20 @@ def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManag
     )
 
 
-def recording_callbacks(run: ResolvedRun, data: RunData, sampler: Sampler | None, run_logger: RunLogger) -> list[Callback]:
-    """Build the callbacks that record the samples and the rewards of each validation."""
+def build_callbacks(
+    run: ResolvedRun,
+    start: Start,
+    engine: LogProbEngine,
+    *,
+    sampler: Sampler | None,
+    reference: ReferenceSetup,
+    run_logger: RunLogger,
+    max_steps: int,
+) -> list[Callback]:
+    """Build the callbacks: samples and rewards of validations, then training; the user's come last."""
     callbacks: list[Callback] = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
     if state.is_rank_zero():
-        callbacks.append(RewardCallback(record=run_logger.log_rewards, extremes=partial(extreme_rows, run, data)))
-    return callbacks
-
-
-def build_callbacks(
-    run: ResolvedRun, engine: LogProbEngine, reference: ReferenceSetup, *, max_steps: int, resumed_step: int | None
-) -> list[Callback]:
-    """Build the training callbacks except for checkpoints and loggers; the user's callbacks come last."""
-    callbacks: list[Callback] = []
+        callbacks.append(RewardCallback(record=run_logger.log_rewards, extremes=partial(extreme_rows, run, start.data)))
     if reference.precompute is not None:
         callbacks.append(PrecomputeReference(precompute=reference.precompute))
     if state.world_size() > 1:
@@ -338,7 +212,8 @@ def build_callbacks(
         ThroughputCallback(world_size=state.world_size(), peak_memory=device.peak_memory_bytes, peak_flops=peak)
     )
     if state.is_rank_zero():
-        progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=run.validation_titles)
+        first_step = start.resumption.resumed_step or 0
+        progress = Progress(total_steps=max_steps, start_step=first_step, validations=run.validation_titles)
         callbacks += [LoggerCallback(logger=progress), SpikeCallback()]
     return [*callbacks, *(find_callback(spec)() for spec in run.cfg.trainer.callbacks)]
 
