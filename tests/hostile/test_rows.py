@@ -57,7 +57,7 @@ ROWS: dict[str, tuple[bytes, Message | str]] = {
     "a byte order mark": (b"\xef\xbb\xbf" + row(), READ),
     "only empty lines": (b" \n\t\n\x0c", Message("file", "none")),
     "two rows in a line": (row() + row(), Message("JSON")),
-    "a list of rows": (b"[" + row() + b"]", READ),
+    "a list of rows": (b"[" + row() + b"]", Message("JSON array", "jq")),
     "cut": (row()[:20], Message("JSON")),
     "null": (b"null", Message("JSON", "object", "None")),
     "zero bytes": (b"\0" * 64, Message("JSON")),

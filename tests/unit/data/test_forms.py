@@ -154,7 +154,7 @@ def test_a_json_array_is_refused_with_its_conversion(name: str, tmp_path: Path) 
     content = json.dumps(kto_rows(2), indent=1).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with raises(
-        DataError, f"{tmp_path / name}:1", "one object per line", "JSON array", "jq -c '.[]' rows.json > rows.jsonl"
+        DataError, f"{tmp_path / name}:1", "one object per line", "JSON array", "jq -c '.[]' FILE > converted.jsonl"
     ):
         find_form(tmp_path / name)
 
