@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import io
@@ -10,7 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
@@ -18,7 +20,7 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, best_of, find_check
 from nemo_kto.artifacts.hub import HUB, is_hub_name, local_folder, pin
 from nemo_kto.artifacts.model_folders import is_peft_folder, is_whole_model, remedy_for_missing
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.cli import integer_from, number
+from nemo_kto.cli.parameters import command
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.tokens.template_trial import renderer
 from nemo_kto.device import device
@@ -27,6 +29,7 @@ from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import take_over
 from nemo_kto.tools.inference.opening import trial
 from nemo_kto.tools.inference.row_output import open_rows
+from nemo_kto.tools.inference.sampling_options import sampling_options
 from nemo_kto.tools.rounds.terminal import Collector, require_terminal
 from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import print_error, terminal_line, terminal_text
@@ -40,11 +43,24 @@ _DESCRIPTION = """\
 Talk with a model: type a prompt, or give prompts with -p. The chat template and the generation settings are those of the
 model's folder. Commands: /reset, /system TEXT, /help, /quit; Ctrl-C stops an answer, Ctrl-D ends.
 """
+_MODEL = "a run folder, a checkpoint, a model or adapters in Hugging Face format, or hf:ORGANISATION/NAME"
+_AGAINST = "also answer with this model; without BASE, with the model that the run started from"
+_PROMPT = "answer this prompt and end; - reads it from stdin; each -p is a conversation of its own"
+_COLLECT = "ask for a thumb after each answer, and append it to this file, as a row for training"
+_LENGTH = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
 
 
-def main(argv: Sequence[str]) -> int:
+@command("chat", _DESCRIPTION)
+@click.argument("model", metavar="RUN|MODEL", help=_MODEL)
+@click.option("--against", is_flag=False, flag_value=_BASE, metavar="BASE", help=_AGAINST)
+@click.option("-p", "--prompt", multiple=True, metavar="PROMPT", help=_PROMPT)
+@click.option("--json", is_flag=True, help="print a line of JSON for each answer")
+@click.option("--system", metavar="TEXT", help="the system message")
+@click.option("--collect", metavar="FILE", help=_COLLECT)
+@sampling_options(length=_LENGTH, temperature="0 takes the most probable token", seed="draw every answer with this seed")
+def main(**options: Any) -> int:
     """Run the command and return its exit status; raise UserError if a model cannot be used or a prompt be answered."""
-    flags = _parser().parse_args(list(argv))
+    flags = SimpleNamespace(**options)
     check_sampling(flags)
     if flags.collect is not None:
         require_terminal("--collect", remedy="leave it out, or use nemo-kto sample and nemo-kto label")
@@ -69,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         return _talk(flags, load_models(named), prompts, collect)
 
 
-def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> int:
+def _talk(flags: SimpleNamespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> int:
     from nemo_kto.tools.inference.session import Sampling, Session
 
     sampling = Sampling(
@@ -95,42 +111,7 @@ def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Seque
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nemo-kto chat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    model = "a run folder, a checkpoint, a model or adapters in Hugging Face format, or hf:ORGANISATION/NAME"
-    parser.add_argument("model", metavar="RUN|MODEL", help=model)
-    against = "also answer with this model; without BASE, with the model that the run started from"
-    parser.add_argument("--against", nargs="?", const=_BASE, metavar="BASE", help=against)
-    prompt = "answer this prompt and end; - reads it from stdin; each -p is a conversation of its own"
-    parser.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help=prompt)
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    collect = "ask for a thumb after each answer, and append it to this file, as a row for training"
-    parser.add_argument("--collect", metavar="FILE", help=collect)
-    length = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
-    add_sampling(
-        parser, length=length, temperature="0 takes the most probable token", seed="draw every answer with this seed"
-    )
-    return parser
-
-
-def add_sampling(parser: argparse.ArgumentParser, *, length: str, temperature: str, seed: str) -> None:
-    """Add the options of generation with their descriptions."""
-    parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
-    from_zero = number("of at least 0", lambda value: value >= 0)
-    parser.add_argument("--temperature", type=from_zero, metavar="T", help=temperature)
-    top_p = "draw from the most probable tokens whose probabilities sum to P"
-    probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
-    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p)
-    top_k = "draw from the K most probable tokens; 0: from all"
-    parser.add_argument("--top-k", type=integer_from(0), metavar="K", help=top_k)
-    parser.add_argument("--seed", type=integer_from(0), metavar="N", help=seed)
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
-
-
-def check_sampling(flags: argparse.Namespace) -> None:
+def check_sampling(flags: SimpleNamespace) -> None:
     """Select the device of the options; UserError if they contradict each other or the machine."""
     for option, value, everything in (("--top-p", flags.top_p, 1), ("--top-k", flags.top_k, 0)):
         if flags.temperature == 0 and value not in (None, everything):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
-from nemo_kto.cli import integer_from
+from nemo_kto.cli.parameters import Command, algorithm_choice, command, integer_from
 from nemo_kto.data.rows.data_sources import read_data_prefix
 from nemo_kto.data.rows.drops import DEFAULT_DROPS, check_drops
 from nemo_kto.data.rows.labels import Labels
@@ -31,9 +34,48 @@ text the model's chat template leaves out are found.
 """
 
 
-def main(argv: Sequence[str]) -> None:
+def _as_option(word: str) -> str:
+    """Return the option for a setting as a message suggests it, such as model.data.fields={label:rating}."""
+    setting = re.fullmatch(r"model\.data\.(fields|labels|json_columns|drop)=(.*)", word, re.DOTALL)
+    return word if setting is None else f"--{setting[1].replace('_', '-')}={setting[2]}"
+
+
+class _DataCheck(Command):
+    """The command, which also takes settings of data as they are written in training."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse options, and settings as options."""
+        return super().parse_args(ctx, [*map(_as_option, args)])
+
+
+_ALGORITHM = algorithm_choice()
+ALGORITHM_OPTION = click.option(
+    "--algorithm",
+    type=_ALGORITHM,
+    metavar="|".join(_ALGORITHM.choices),
+    default=_ALGORITHM.choices[0],
+    help=f"algorithm of the rows ({_ALGORITHM.choices[0]})",
+)
+_TEMPLATE = "count the tokens as with model.data.apply_chat_template=true"
+_DROP = "rows left out (model.data.drop): unlabelled, empty_answers, lost_text"
+
+
+@command("data check", _DESCRIPTION, kind=_DataCheck)
+@click.argument("file", nargs=-1, required=True, help="data files, folders of them, or hf:ORG/NAME[:SPLIT]")
+@click.option("--model", metavar="FOLDER", help="a Hugging Face folder, whose tokenizer counts tokens")
+@click.option(
+    "--seq-length", type=integer_from(2), metavar="N", help="count the rows that this model.data.seq_length truncates"
+)
+@click.option("--apply-chat-template", is_flag=True, help=_TEMPLATE)
+@click.option("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
+@click.option("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")
+@click.option("--json-columns", metavar="COLUMN,...", help="columns of messages as text: model.data.json_columns")
+@click.option("--drop", metavar="KIND,...", help=_DROP)
+@click.option("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
+@ALGORITHM_OPTION
+def main(**options: Any) -> None:
     """Run the command; raise UserError if the command line is invalid, or, after the report, if rows are invalid."""
-    flags = _parser().parse_args([*map(_as_flag, argv)])
+    flags = SimpleNamespace(**options)
     files = _files(flags.file)
     if flags.seq_length is not None and flags.model is None:
         raise UserError(
@@ -82,34 +124,6 @@ def main(argv: Sequence[str]) -> None:
     sys.stdout.write("\n".join(map(terminal_line, report.lines())) + "\n")
     sys.stdout.flush()
     errors.raise_if_any()
-
-
-def _as_flag(word: str) -> str:
-    """Return the flag for a setting as a message suggests it, such as model.data.fields={label:rating}."""
-    setting = re.fullmatch(r"model\.data\.(fields|labels|json_columns|drop)=(.*)", word, re.DOTALL)
-    return word if setting is None else f"--{setting[1].replace('_', '-')}={setting[2]}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto data check", description=_DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", nargs="+", help="data files, folders of them, or hf:ORG/NAME[:SPLIT]")
-    parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, whose tokenizer counts tokens")
-    parser.add_argument(
-        "--seq-length", type=integer_from(2), metavar="N", help="count the rows that this model.data.seq_length truncates"
-    )
-    parser.add_argument(
-        "--apply-chat-template", action="store_true", help="count the tokens as with model.data.apply_chat_template=true"
-    )
-    parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
-    parser.add_argument("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")
-    parser.add_argument("--json-columns", metavar="COLUMN,...", help="columns of messages as text: model.data.json_columns")
-    parser.add_argument(
-        "--drop", metavar="KIND,...", help="rows left out (model.data.drop): unlabelled, empty_answers, lost_text"
-    )
-    parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
-    names = list(RECIPES)
-    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
-    return parser
 
 
 def _files(named: Sequence[str]) -> list[Path]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from nemo_kto.cli import integer_from, number
+import click
+
+from nemo_kto.cli.parameters import command, integer_from, number
 from nemo_kto.errors import UserError, plural
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.rounds.answers import read_answers
 from nemo_kto.tools.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.tools.rounds.options import (
-    add_deciders,
+    decider_options,
     judge_mistakes,
     make_judge,
     read_rubric,
@@ -30,11 +32,21 @@ Label answers that nemo-kto sample has written: by keys in this terminal, on a l
 or by a model (--judge). Each label is a row for training, and is on disk before the next question; the same command
 continues. Skipped questions come again at the next start.
 """
+_PAIRS = "which of two answers is better, shown in random order; with --score, the best against the worst"
+_FINITE = number("that is finite", lambda value: True)
 
 
-def main(argv: Sequence[str]) -> None:
+@command("label", _DESCRIPTION)
+@click.argument("answers", metavar="ANSWERS", help="a file of nemo-kto sample")
+@click.option("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
+@click.option("--pairs", is_flag=True, help=_PAIRS)
+@click.option("--page", is_flag=True, help="label on a page of this machine, whose address is printed")
+@decider_options
+@click.option("--threshold", type=_FINITE, metavar="X", help="an answer with a score of at least X is good")
+@click.option("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
+def main(**options: Any) -> None:
     """Run the command; raise UserError for mistakes."""
-    flags = _parser().parse_args(list(argv))
+    flags = SimpleNamespace(**options)
     _check(flags)
     answers = read_answers(Path(flags.answers))
     scores = None if flags.score is None else Scorer(path=flags.score).scores(answers)
@@ -107,7 +119,7 @@ def _label_on_page(labelling: Labelling) -> None:
             server.serve_forever()
 
 
-def _check(flags: argparse.Namespace) -> None:
+def _check(flags: SimpleNamespace) -> None:
     """Raise UserError with all options that do not fit each other."""
     ways = [f"--{name}" for name in ("page", "score", "judge") if getattr(flags, name) not in (None, False)]
     mistakes = [*judge_mistakes(flags)]
@@ -122,17 +134,3 @@ def _check(flags: argparse.Namespace) -> None:
         raise UserError("\n  ".join(mistakes))
     if not ways:
         require_terminal("nemo-kto label", remedy="label with --page, --score or --judge instead")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto label", description=_DESCRIPTION)
-    parser.add_argument("answers", metavar="ANSWERS", help="a file of nemo-kto sample")
-    parser.add_argument("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
-    pairs = "which of two answers is better, shown in random order; with --score, the best against the worst"
-    parser.add_argument("--pairs", action="store_true", help=pairs)
-    parser.add_argument("--page", action="store_true", help="label on a page of this machine, whose address is printed")
-    add_deciders(parser)
-    threshold = number("that is finite", lambda value: True)
-    parser.add_argument("--threshold", type=threshold, metavar="X", help="an answer with a score of at least X is good")
-    parser.add_argument("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
-    return parser
