@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import click
 
-from nemo_kto.cli.main import COMMANDS, nemo_kto_command
+from nemo_kto.cli.main import COMMANDS, Commands
 from nemo_kto.utils.text import markdown_table
 
 
 def command_contexts() -> Iterator[click.Context]:
     """Yield each command except training, whose options are keys, with its name."""
     for name in sorted(COMMANDS):
-        context, command = click.Context(nemo_kto_command(), info_name="nemo-kto"), None
+        context, command = click.Context(Commands(), info_name="nemo-kto"), None
         for word in name.split():
             group = context.command
             assert isinstance(group, click.Group)

@@ -23,7 +23,7 @@ from nemo_kto.artifacts.checkpoint_files import (
     read_or_damage,
     size_text,
 )
-from nemo_kto.cli.parameters import File, command
+from nemo_kto.cli.command import File, command
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import WRITING
 from nemo_kto.utils.text import aligned, terminal_line

@@ -12,7 +12,7 @@ from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.hub import HUB, Repository, Upload
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.cli.parameters import File, command
+from nemo_kto.cli.command import File, Reader, command
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.console import take_over
@@ -28,7 +28,7 @@ _BASE = "name of the base model on the hub, if the run started from a folder"
 @click.argument("checkpoint", type=File(), help="a checkpoint, or a run folder for its newest complete checkpoint")
 @click.argument("out", type=File(), required=False, help="target folder; created if it does not exist")
 @click.option("--adapter", is_flag=True, help="write only the adapters, in PEFT format")
-@click.option("--push", metavar=f"{HUB}USER/NAME[@BRANCH]", help=_PUSH)
+@click.option("--push", type=Reader(read=Repository.of), metavar=f"{HUB}USER/NAME[@BRANCH]", help=_PUSH)
 @click.option("--private", is_flag=True, help="a new repository is private")
 @click.option("--token", metavar="VARIABLE", help=_TOKEN)
 @click.option("--base-model", metavar="ORGANISATION/NAME", help=_BASE)
@@ -37,7 +37,7 @@ def main(
     out: Path | None,
     *,
     adapter: bool,
-    push: str | None,
+    push: Repository | None,
     private: bool,
     token: str | None,
     base_model: str | None,
@@ -49,7 +49,7 @@ def main(
         raise UserError("OUT must be given without --push; --private, --token and --base-model belong to --push")
     gc.enable()
     device.force_cpu()  # export computes nothing, and a model may exceed the memory of a GPU
-    upload = None if push is None else Upload(target=_target(push), private=private, token_variable=token)
+    upload = None if push is None else Upload(target=push, private=private, token_variable=token)
     folder = out or _default_folder(checkpoint, adapter=adapter)
     if out is not None or not (is_our_adapter if adapter else is_our_model)(folder):
         from nemo_kto.run.policy import export_checkpoint
@@ -58,13 +58,6 @@ def main(
         export_checkpoint(checkpoint, folder, adapter=adapter)
     if upload is not None:
         _send(upload, folder, base_model=base_model)
-
-
-def _target(text: str) -> Repository:
-    try:
-        return Repository.of(text)
-    except UserError as error:
-        raise UserError(f"--push {error}") from None
 
 
 def _default_folder(checkpoint: Path, *, adapter: bool) -> Path:

@@ -8,13 +8,13 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.shell_completion import shell_complete
 
 from nemo_kto import __version__
-from nemo_kto.cli.parameters import HELP, SETTINGS, did_you_mean, invoke
+from nemo_kto.cli.command import HELP, SETTINGS, did_you_mean, invoke, printing_option
 from nemo_kto.cli.tools import is_present, load
 from nemo_kto.cli.train_command import TrainingCommand, train
 from nemo_kto.errors import UserError, either
@@ -31,21 +31,12 @@ _COMPLETE = "_NEMO_KTO_COMPLETE"  # environment variable with which a shell asks
 
 
 class Entry(NamedTuple):
-    """A command in the table: where it is, and the line about it."""
+    """A command in the table: the module of this package that contains it, the line about it, and its name there."""
 
-    target: str  # "MODULE" of this package, whose `main` it is, or "MODULE:NAME"
+    module: str
     summary: str
+    name: str = "main"
     logs: bool = False  # whether it shows what the modules of this package log
-
-    @property
-    def module(self) -> str:
-        """Full name of the module."""
-        return f"nemo_kto.{self.target.partition(':')[0]}"
-
-    @property
-    def name(self) -> str:
-        """Name of the command in the module."""
-        return self.target.partition(":")[2] or "main"
 
 
 # Imported when they are used. Those in tools/ vanish from the list where the folder of the tool is absent.
@@ -67,10 +58,11 @@ COMMANDS = {
     "data preview": Entry("tools.inspect.preview_command", "Show the first rows of a file as the model sees them."),
     "data check": Entry("tools.inspect.check_data_command", "Report statistics and invalid rows of data files."),
     "data tokenise": Entry("cli.tokenise_command", "Tokenise the rows of a run in advance, with all cores.", logs=True),
-    "checkpoint ls": Entry("cli.checkpoint_command:ls", "List the checkpoints of a run."),
-    "checkpoint verify": Entry("cli.checkpoint_command:verify", "Compare every file of checkpoints with its hash."),
+    "checkpoint ls": Entry("cli.checkpoint_command", "List the checkpoints of a run.", "ls"),
+    "checkpoint verify": Entry("cli.checkpoint_command", "Compare every file of checkpoints with its hash.", "verify"),
 }
 _ABOUT = "nemo-kto: alignment training of large language models on human feedback, on one CPU or many GPUs"
+_VERSION = printing_option("--version", about="Show the version and exit.", text=lambda _: f"nemo-kto {__version__}")
 _GROUPS = {"data": "Look at data files, and tokenise them.", "checkpoint": "List or verify the checkpoints of a run."}
 _FIRST_RUN = """\
 nemo-kto {names} MODEL DATA [KEY=VALUE ...] trains the model of a Hugging Face folder, or hf:ORG/NAME, and writes the aligned
@@ -81,10 +73,11 @@ one to {folders}, in Hugging Face format. nemo-kto {names} --help lists all keys
 class Commands(click.Group):
     """All commands, or those whose names begin with the name of the group."""
 
-    def __init__(self, *, name: str, about: str, prefix: str = "") -> None:
-        settings = {"context_settings": SETTINGS, "no_args_is_help": False, "options_metavar": ""}
+    def __init__(self, *, name: str = "nemo-kto", about: str = _ABOUT, prefix: str = "") -> None:
+        settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": False, "options_metavar": ""}
         super().__init__(name, help=about, subcommand_metavar="COMMAND [ARGUMENT ...]", **settings)
         self._prefix = prefix
+        self.params += [] if prefix else [_VERSION]
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return the option --help."""
@@ -128,10 +121,8 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(self.entries()))
         if not self._prefix:
-            names, folders = (
-                "|".join(_recipes()),
-                " or ".join(f"results/{each.config_name}/hf" for each in _recipes().values()),
-            )
+            names = "|".join(_recipes())
+            folders = " or ".join(f"results/{recipe.config_name}/hf" for recipe in _recipes().values())
             formatter.write_paragraph()
             formatter.write_text(_FIRST_RUN.format(names=names, folders=folders))
 
@@ -142,32 +133,10 @@ def _recipes() -> Mapping[str, Recipe]:
     return RECIPES
 
 
-def nemo_kto_command() -> Commands:
-    """Return the command `nemo-kto`."""
-    commands = Commands(name="nemo-kto", about=_ABOUT)
-    commands.params.append(
-        click.Option(
-            ["--version"],
-            help="Show the version and exit.",
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_version,
-        )
-    )
-    return commands
-
-
-def _version(context: click.Context, option: click.Parameter, given: bool) -> None:
-    if given:
-        print(f"nemo-kto {__version__}")
-        context.exit()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `nemo-kto`."""
     if instruction := os.environ.get(_COMPLETE):
-        sys.exit(shell_complete(nemo_kto_command(), {}, "nemo-kto", _COMPLETE, instruction))
+        sys.exit(shell_complete(Commands(), {}, "nemo-kto", _COMPLETE, instruction))
     console.protect()
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["--help", *words[1:]] if words[:1] in ([], ["help"]) else words
@@ -190,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _status(words: Sequence[str], name: str) -> int | None:
     """Run a command line, and return its exit status; print the mistakes of the user."""
     try:
-        return invoke(nemo_kto_command(), words, program="nemo-kto")
+        return invoke(Commands(), words, program="nemo-kto")
     except UserError as error:
         name = name or (words[0] if words[0] in _recipes() else "")
         print_error(f"{f'nemo-kto {name}'.rstrip()}: {error}")

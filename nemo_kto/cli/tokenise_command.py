@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.parameters import command, run_words
+from nemo_kto.cli.command import command, run_words
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker
 from nemo_kto.config.resolved import ResolvedRun

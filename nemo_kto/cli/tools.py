@@ -8,24 +8,24 @@ from types import ModuleType
 
 from nemo_kto.errors import UserError
 
-_TOOLS = "nemo_kto.tools"
+_PACKAGE = "nemo_kto"
 
 
 def is_present(module: str) -> bool:
-    """Return whether a module, such as nemo_kto.tools.plan.auto, exists; it is not imported."""
+    """Return whether a module of this package, such as tools.plan.auto, exists; it is not imported."""
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(f"{_PACKAGE}.{module}") is not None
     except ModuleNotFoundError:  # the folder of a tool
         return False
 
 
 def load(module: str) -> ModuleType:
-    """Import a module by its name; UserError if a tool that it needs is absent."""
+    """Import a module of this package; UserError if a tool that it needs is absent."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(f"{_PACKAGE}.{module}")
     except ModuleNotFoundError as error:
         missing = str(error.name)
-        if not missing.startswith(_TOOLS):
+        if not missing.startswith(f"{_PACKAGE}.tools"):
             raise
         raise UserError(
             f"{missing} must be installed for this, but is missing; install the whole package nemo-kto"
@@ -34,4 +34,4 @@ def load(module: str) -> ModuleType:
 
 def tool(name: str) -> ModuleType:
     """Return a module of nemo_kto.tools, such as "plan.auto"; UserError if its tool is absent."""
-    return load(f"{_TOOLS}.{name}")
+    return load(f"tools.{name}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nemo_kto.cli.parameters import SETTINGS, Command, invoke
+from nemo_kto.cli.command import SETTINGS, CheckedCommand, invoke
 from nemo_kto.cli.tools import tool
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks, signals
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from nemo_kto.algorithms.recipes import Recipe
     from nemo_kto.cli.job import Job
+    from nemo_kto.config.compose import Source
 
 # Hydra's flags. hydra.main composes twice, so command lines without the modes of Hydra bypass it.
 _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
@@ -58,7 +59,7 @@ Keys and their defaults:
 {keys}"""
 
 
-class TrainingCommand(Command):
+class TrainingCommand(CheckedCommand):
     """The command of one algorithm: Hydra's flags, mixed with MODEL, DATA and overrides."""
 
     def __init__(self, *, recipe: Recipe) -> None:
@@ -156,7 +157,7 @@ def _needs_hydra(own_text: str, given: Sequence[str], modes: Mapping[str, Any]) 
     return "hydra" in " ".join([own_text, *given]) or any(modes[name] for name in modes if name not in _NO_MODES)
 
 
-def _set_hydra_arguments(source: Any, given: Sequence[str], modes: Mapping[str, Any]) -> None:
+def _set_hydra_arguments(source: Source, given: Sequence[str], modes: Mapping[str, Any]) -> None:
     """Write sys.argv as hydra.main parses it, which accepts flags only before overrides."""
     from nemo_kto.config.migration import forced
 

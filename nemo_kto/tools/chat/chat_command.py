@@ -20,7 +20,7 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, best_of, find_check
 from nemo_kto.artifacts.hub import HUB, is_hub_name, local_folder, pin
 from nemo_kto.artifacts.model_folders import is_peft_folder, is_whole_model, remedy_for_missing
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.cli.parameters import command
+from nemo_kto.cli.command import command
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.tokens.template_trial import renderer
 from nemo_kto.device import device

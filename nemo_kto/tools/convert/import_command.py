@@ -9,7 +9,7 @@ import click
 
 from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
 from nemo_kto.artifacts.model_folders import remedy_for_missing
-from nemo_kto.cli.parameters import File, command
+from nemo_kto.cli.command import File, command
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.console import take_over

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nemo_kto.cli.parameters import Choice, Decorator, integer_from, number, together
+from nemo_kto.cli.command import Decorator, WordChoice, integer_from, number, together
 
 _FROM_ZERO = number("of at least 0", lambda value: value >= 0)
 _PROBABILITY = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -33,6 +33,6 @@ def sampling_options(
         option("top_k", integer_from(0), "K", _TOP_K),
         option("seed", integer_from(0), "N", seed),
         click.option(
-            "--device", type=Choice(_DEVICES), metavar="auto|cpu|gpu", default="auto", help="auto: a GPU if there is one"
+            "--device", type=WordChoice(_DEVICES), metavar="auto|cpu|gpu", default="auto", help="auto: a GPU if there is one"
         ),
     )

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.parameters import command, integer_from, is_set
+from nemo_kto.cli.command import command, integer_from, is_set
 from nemo_kto.cli.tokenise_command import data_errors
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, Checker, quoted

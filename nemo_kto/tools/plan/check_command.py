@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.parameters import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
+from nemo_kto.cli.command import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
 from nemo_kto.cli.tokenise_command import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig

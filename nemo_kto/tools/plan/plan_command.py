@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.parameters import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
+from nemo_kto.cli.command import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun

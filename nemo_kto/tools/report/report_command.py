@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from nemo_kto.cli.parameters import File, command, number
+from nemo_kto.cli.command import File, command, number
 from nemo_kto.errors import UserError
 from nemo_kto.records.run_record import REPORT_FILE, RUNNING, RunRecord, read_run
 from nemo_kto.tools.report.report_page import write_report

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nemo_kto.artifacts.model_content import quick_hash
-from nemo_kto.cli.parameters import command
+from nemo_kto.cli.command import command
 from nemo_kto.errors import UserError, error_of, plural
 from nemo_kto.records.run_record import ComparisonResult, is_run, record_comparison
 from nemo_kto.telemetry.console import take_over

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from nemo_kto.cli.parameters import command, integer_from, number
+from nemo_kto.cli.command import command, integer_from, number
 from nemo_kto.errors import UserError, plural
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.inference.row_output import open_rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nemo_kto.cli.parameters import Choice, Decorator, integer_from, together
+from nemo_kto.cli.command import Decorator, WordChoice, integer_from, together
 from nemo_kto.errors import UserError, plural
 from nemo_kto.tools.inference.sampling_options import sampling_options
 from nemo_kto.utils.files import read_bytes
@@ -31,7 +31,7 @@ _LEAVE_OUT = "do not send this setting to the server: max_tokens, seed or temper
 # A server with OpenAI's interface
 server_options = together(
     click.option("--model", metavar="NAME", help="name of the model for the server; not needed if it has only one"),
-    click.option("--leave-out", multiple=True, type=Choice(_LEFT_OUT), metavar="NAME", help=_LEAVE_OUT),
+    click.option("--leave-out", multiple=True, type=WordChoice(_LEFT_OUT), metavar="NAME", help=_LEAVE_OUT),
     click.option(
         "--concurrency",
         type=integer_from(1),

@@ -13,7 +13,7 @@ import click
 
 from nemo_kto.artifacts.model_content import quick_hash
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
-from nemo_kto.cli.parameters import command
+from nemo_kto.cli.command import command
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.telemetry.progress import progress_bar

@@ -9,8 +9,8 @@ from typing import NoReturn
 import click
 
 from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.cli.command import File, WordChoice, algorithm_choice, command, integer_from
 from nemo_kto.cli.job import Job, refuse_mistakes
-from nemo_kto.cli.parameters import Choice, File, algorithm_choice, command, integer_from
 from nemo_kto.config import compose
 from nemo_kto.config.checker import SHORT, read_positions
 from nemo_kto.config.mistakes import find_mistakes
@@ -26,7 +26,7 @@ Print the command of this program for a configuration of TRL or ms-swift: a YAML
 command line, or a Python program that uses TRL, which is not run. The command also sets the defaults of the other trainer.
 Options without a counterpart are listed with the reason, as comments.
 """
-_TRAINER, _ALGORITHM = Choice(list(table()["trainers"])), algorithm_choice()
+_TRAINER, _ALGORITHM = WordChoice(list(table()["trainers"])), algorithm_choice()
 
 
 @command("translate", _DESCRIPTION)

@@ -18,25 +18,28 @@ Decorator = Callable[[Function], Function]
 SETTINGS: dict[str, Any] = {"max_content_width": 120}
 
 
-def _print_help(context: click.Context, option: click.Parameter, given: bool) -> None:
-    if given:
-        print(context.get_help())
-        context.exit()
+def printing_option(*names: str, about: str, text: Callable[[click.Context], str]) -> click.Option:
+    """Return an option that prints a text and ends the command; click's own print bytes, which console.protect lacks."""
+
+    def show(context: click.Context, option: click.Parameter, given: bool) -> None:
+        if given:
+            print(text(context))
+            context.exit()
+
+    return click.Option(names, help=about, is_flag=True, is_eager=True, expose_value=False, callback=show)
 
 
-_PRINTED: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
-# click's own option writes bytes, which the output of this program, console.protect, does not take
-HELP = click.Option(["--help", "-h"], help="Show this text and exit.", callback=_print_help, **_PRINTED)
+HELP = printing_option("--help", "-h", about="Show this text and exit.", text=click.Context.get_help)
 
 
-class Command(click.Command):
+class CheckedCommand(click.Command):
     """A command that raises UserError for mistakes on its command line."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return the option --help."""
         return HELP
 
-    def __call__(self, argv: Sequence[str]) -> int | None:  # type: ignore[override]
+    def __call__(self, argv: Sequence[str]) -> Any:  # type: ignore[override]
         """Run the command with the words after its name, and return its exit status."""
         return invoke(self, argv, program=f"nemo-kto {self.name}")
 
@@ -52,7 +55,9 @@ def invoke(command: click.Command, argv: Sequence[str], *, program: str) -> int 
             return end.exit_code
 
 
-def command(name: str, description: str, *, kind: type[Command] = Command) -> Callable[[Callable[..., Any]], Command]:
+def command(
+    name: str, description: str, *, kind: type[CheckedCommand] = CheckedCommand
+) -> Callable[[Callable[..., Any]], CheckedCommand]:
     """Return the decorator that makes a command of a function of its options."""
     return click.command(name, cls=kind, help=description, context_settings=SETTINGS)
 
@@ -72,7 +77,7 @@ def usage_errors() -> Iterator[None]:
             text = f"there is no option {error.option_name}{did_you_mean(error.possibilities)}"
         elif parameter is not None:
             raise UserError(f"{name} {error.message}") from None
-        elif context is not None and isinstance(context.command, click.Group):
+        elif error.message == "Missing command.":
             raise UserError(f"a command must be given, got none; {remedy} lists them") from None
         else:
             text = error.format_message().rstrip(".")
@@ -104,7 +109,7 @@ class Reader(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class Choice(click.Choice[str]):
+class WordChoice(click.Choice[str]):
     """One of several words."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
@@ -173,11 +178,11 @@ def together(*decorators: Decorator[Any]) -> Decorator[Any]:
     return decorate
 
 
-def algorithm_choice() -> Choice:
+def algorithm_choice() -> WordChoice:
     """Return the type of the names of algorithms."""
     from nemo_kto.algorithms.recipes import RECIPES
 
-    return Choice(list(RECIPES))
+    return WordChoice(list(RECIPES))
 
 
 def run_words(words: str = "MODEL DATA KEY=VALUE") -> Decorator[Any]:
