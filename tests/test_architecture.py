@@ -140,7 +140,7 @@ PACKAGES = {
     ),
     "tools/chat": Package(own=names("tools/inference cli data artifacts telemetry utils"), outside=names("click")),
     "tools/convert": Package(
-        own=names("cli huggingface checkpoint device architecture artifacts utils"),
+        own=names("cli huggingface checkpoint device telemetry architecture artifacts utils"),
         outside=names("click torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),
@@ -148,7 +148,9 @@ PACKAGES = {
         own=names("cli config data run memory algorithms artifacts telemetry utils"), outside=names("click numpy")
     ),
     "tools/plan": Package(
-        own=names("cli config memory mixers architecture models device data run utils"), outside=names("click")
+        own=names("cli config memory mixers architecture models device data run utils")
+        | names("algorithms processes telemetry"),
+        outside=names("click"),
     ),
     "tools/report": Package(
         own=names("cli records data telemetry artifacts config utils"),

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.artifacts.hub import is_hub_name
+from nemo_kto.cli.tools import tool
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.mistakes import does_not_compose
@@ -59,7 +60,6 @@ class Job:
             return list(overrides)
         from nemo_kto.memory.run_plan import Machines, these_machines
         from nemo_kto.memory.speed import known_gpu
-        from nemo_kto.tools.plan.auto import settle
 
         def machines_of(run: ResolvedRun) -> Machines:
             machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
@@ -67,7 +67,7 @@ class Job:
             known = known_gpu(machines.hardware.name)
             return machines.with_memory((memory if known is None else min(known.memory, memory)) // 1e9 * 1e9)
 
-        settled, line = settle(overrides, self.checker(sweep=sweep), machines_of)
+        settled, line = tool("plan.auto").settle(overrides, self.checker(sweep=sweep), machines_of)
         if self.world is None or self.world.rank == 0:
             print_error(f"nemo-kto: {line}")
         return settled

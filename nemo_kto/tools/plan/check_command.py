@@ -5,16 +5,19 @@ The rows are tokenised into the cache, and weights are hashed into it, so that t
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, gpu_kind, integer_from, is_set, run_parser
+from nemo_kto.cli.command import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
+from nemo_kto.cli.tokenise_command import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun
@@ -29,7 +32,6 @@ from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.processes.ranks import World
-from nemo_kto.tools.inspect.preview_command import with_all_cores
 
 if TYPE_CHECKING:
     from nemo_kto.memory.run_plan import Machines, Plan
@@ -43,9 +45,15 @@ _TITLE = "the run cannot be started"
 DOES_NOT_FIT = 1  # exit status
 
 
-def main(argv: Sequence[str]) -> int:
+@command("check", _DESCRIPTION)
+@run_words()
+@click.option("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
+@click.option("--gpus-per-node", type=integer_from(1), metavar="N", help="GPUs, and ranks, of each machine: trainer.devices")
+@click.option("--gpu", type=GPU_KIND, metavar="KIND", help="their kind, as for `nemo-kto plan`")
+@MEMORY_OPTION
+def main(**options: Any) -> int:
     """Run the command and return its exit status; raise UserError with all mistakes."""
-    flags = _parser().parse_intermixed_args(list(argv))
+    flags = SimpleNamespace(**options)
     if flags.gpu is not None and flags.gpus_per_node is None:
         raise UserError(f"--gpu must be given with --gpus-per-node, got --gpu {flags.gpu}; add --gpus-per-node 8")
     recipe, gpus = RECIPES[flags.algorithm], flags.gpus_per_node
@@ -80,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
+def _machines(flags: SimpleNamespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
     """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
     from nemo_kto.memory.run_plan import gpus_elsewhere, these_machines
     from nemo_kto.memory.speed import DEFAULT_GPU
@@ -90,16 +98,6 @@ def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True
     else:
         machines = gpus_elsewhere(run.world_size(), flags.gpu or DEFAULT_GPU)
     return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("check", _DESCRIPTION)
-    parser.add_argument("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
-    number = "GPUs, and ranks, of each machine: trainer.devices"
-    parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)
-    parser.add_argument("--gpu", type=gpu_kind, metavar="KIND", help="their kind, as for `nemo-kto plan`")
-    parser.add_argument("--memory", "--gpu-memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    return parser
 
 
 def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> list[ConfigError]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import click
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, gpu_kind, integer_from, is_set, run_parser
+from nemo_kto.cli.command import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
@@ -45,9 +48,20 @@ status 1 if the run does not fit.
 DOES_NOT_FIT = 1  # exit status
 
 
-def main(argv: Sequence[str]) -> int:
+@command("plan", _DESCRIPTION)
+@run_words("MODEL [DATA] KEY=VALUE")
+@click.option("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
+@click.option(
+    "--gpu",
+    type=GPU_KIND,
+    metavar="KIND",
+    default=DEFAULT_GPU,
+    help=f"their kind, with --gpus: {', '.join(GPUS)} ({DEFAULT_GPU})",
+)
+@MEMORY_OPTION
+def main(**options: Any) -> int:
     """Run the command and return its exit status; raise UserError with all errors in the command line."""
-    flags = _parser().parse_intermixed_args(list(argv))
+    flags = SimpleNamespace(**options)
     recipe, words = RECIPES[flags.algorithm], list(flags.words)
     given, _ = read_positions(words, recipe)
     searches = flags.gpus is not None and not any(is_set(key, given) for key in (*_LAYOUT, "recipe"))
@@ -80,13 +94,13 @@ def main(argv: Sequence[str]) -> int:
     return DOES_NOT_FIT
 
 
-def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
+def _machines(flags: SimpleNamespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
     """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
     machines = these_machines(run, timed=timed) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
     return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
 
 
-def _lora_command(flags: argparse.Namespace, words: Sequence[str], lora: Plan | None) -> str:
+def _lora_command(flags: SimpleNamespace, words: Sequence[str], lora: Plan | None) -> str:
     """Return the command that trains with LoRA in the layout ``lora``; ``words`` are those of the run that does not fit."""
     if lora is None:
         return ""
@@ -100,15 +114,6 @@ def _lora_command(flags: argparse.Namespace, words: Sequence[str], lora: Plan | 
     source = [f"{flag}={value}" for flag, value in files.items() if value is not None]
     settings = [f"{key}={value}" for key, value in machines.items()]
     return shlex.join(["nemo-kto", flags.algorithm, *source, *kept, *settings, *overrides({**LORA, **layout}).split()])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("plan", _DESCRIPTION, words="MODEL [DATA] KEY=VALUE")
-    parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
-    kinds = f"their kind, with --gpus: {', '.join(GPUS)} ({DEFAULT_GPU})"
-    parser.add_argument("--gpu", type=gpu_kind, metavar="KIND", default=DEFAULT_GPU, help=kinds)
-    parser.add_argument("--memory", "--gpu-memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    return parser
 
 
 def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:

@@ -32,7 +32,7 @@ COMMANDS = [
 ]
 PROGRAM = """
 import contextlib, io, json, sys
-from nemo_kto.cli.entry import main
+from nemo_kto.cli.main import main
 
 HEAVY = {"torch", "megatron", "transformers", "lightning_fabric", "pytorch_lightning", "datasets", "pyarrow", "scipy"}
 report = []
@@ -66,7 +66,7 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Pa
     said = [text for _, text, *_ in report]
     expected = [
         "nemo-kto 0.",
-        "nemo-kto export",
+        "Write a checkpoint in Hugging Face format",
         "got trian",
         "3 desirable",
         "got missing.nemo",
