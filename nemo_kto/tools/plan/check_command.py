@@ -10,8 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -51,31 +50,40 @@ DOES_NOT_FIT = 1  # exit status
 @click.option("--gpus-per-node", type=integer_from(1), metavar="N", help="GPUs, and ranks, of each machine: trainer.devices")
 @click.option("--gpu", type=GPU_KIND, metavar="KIND", help="their kind, as for `nemo-kto plan`")
 @MEMORY_OPTION
-def main(**options: Any) -> int:
+def main(
+    algorithm: str,
+    words: Sequence[str],
+    config_name: str | None,
+    config_dir: str | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    gpu: str | None,
+    memory: float | None,
+) -> int:
     """Run the command and return its exit status; raise UserError with all mistakes."""
-    flags = SimpleNamespace(**options)
-    if flags.gpu is not None and flags.gpus_per_node is None:
-        raise UserError(f"--gpu must be given with --gpus-per-node, got --gpu {flags.gpu}; add --gpus-per-node 8")
-    recipe, gpus = RECIPES[flags.algorithm], flags.gpus_per_node
-    launched = {"trainer.num_nodes": flags.nodes, "trainer.devices": gpus}
-    set_twice = [key for key, value in launched.items() if value is not None and is_set(key, flags.words)]
-    overrides = [*flags.words, *(f"{key}={value}" for key, value in launched.items() if value is not None)]
+    if gpu is not None and gpus_per_node is None:
+        raise UserError(f"--gpu must be given with --gpus-per-node, got --gpu {gpu}; add --gpus-per-node 8")
+    recipe, gpus = RECIPES[algorithm], gpus_per_node
+    launched = {"trainer.num_nodes": nodes, "trainer.devices": gpus}
+    set_twice = [key for key, value in launched.items() if value is not None and is_set(key, words)]
+    overrides = [*words, *(f"{key}={value}" for key, value in launched.items() if value is not None)]
     if gpus is not None:
         device.force_cpu()  # a login node may have other GPUs
-    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
+    source = compose.Source(config_name=config_name or recipe.config_name, config_dir=config_dir)
     rules = partial(_errors, elsewhere=gpus is not None, set_twice=set_twice)
     checker = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=_TITLE)
+    find_machines = partial(_machines, gpus=gpus, gpu=gpu, memory=memory)
     if any(map(compose.is_auto, overrides)):
         from nemo_kto.tools.plan.auto import settle
 
-        overrides, line = settle(overrides, checker, partial(_machines, flags, timed=False))
+        overrides, line = settle(overrides, checker, partial(find_machines, timed=False))
         print(line)
     run = checker.resolve(overrides)
     from nemo_kto.memory.run_plan import with_precision
     from nemo_kto.tools.plan.plan_text import plan_text
 
     run = with_all_cores(with_precision(run, on_gpu=run.gpus > 0))
-    machines = _machines(flags, run)
+    machines = find_machines(run)
     if gpus is None:
         computes = computes_here(on_gpu=run.gpus > 0)
     else:
@@ -88,16 +96,16 @@ def main(**options: Any) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def _machines(flags: SimpleNamespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
-    """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
+def _machines(run: ResolvedRun, *, gpus: int | None, gpu: str | None, memory: float | None, timed: bool = True) -> Machines:
+    """Return the machines of the options; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
     from nemo_kto.memory.run_plan import gpus_elsewhere, these_machines
     from nemo_kto.memory.speed import DEFAULT_GPU
 
-    if flags.gpus_per_node is None:
+    if gpus is None:
         machines = these_machines(run, timed=timed)
     else:
-        machines = gpus_elsewhere(run.world_size(), flags.gpu or DEFAULT_GPU)
-    return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
+        machines = gpus_elsewhere(run.world_size(), gpu or DEFAULT_GPU)
+    return machines if memory is None else machines.with_memory(memory * 1e9)
 
 
 def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> list[ConfigError]:
