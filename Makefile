@@ -2,9 +2,9 @@
 # make test         check that the numbers are correct (make check: linters and unit tests alone)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
 # packages), test-emulated (jobs on emulated GPUs), mutants (deliberate faults, which tests must find), chaos, chaos-once,
-# test-slurm, test-browser, golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), gpu-wheels (the packages that it
-# needs without an index), image-test, audit, bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of TRL), docs
-# (the documentation site, in build/docs), wheel, clean.
+# test-slurm, test-browser, golden (rewrite tests/data/golden.json), goldens (rewrite tests/data/outputs), gpu (tests and
+# benchmarks on a GPU), gpu-wheels (the packages that it needs without an index), image-test, audit, bench (a KTO step against
+# TRL's; OTHER_TRL=PYTHON adds a version of TRL), docs (the documentation site, in build/docs), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -50,7 +50,7 @@ TESTS312 := tests/unit/layers/test_attention.py tests/unit/device/test_kernels.p
 TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_huggingface.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-matrix test-slow test-py312 test-lowest test-emulated mutants chaos chaos-once test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
+.PHONY: help quickstart quickstart-pairs check golden goldens test test-full test-matrix test-slow test-py312 test-lowest test-emulated mutants chaos chaos-once test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
 
 help:
 	@sed -n '1,9s/^# //p' Makefile
@@ -87,6 +87,9 @@ check: lint
 	$(BIN)/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) tests/unit tests/test_*.py
 
 # After a change that is meant to change numbers.
+goldens: $(VENV)/.test
+	WRITE_GOLDENS=1 $(BIN)/python -m pytest -q $$(grep -rl --include='test_*.py' assert_output tests)
+
 golden: $(VENV)/.test
 	$(BIN)/python -m tests.distributed.golden
 

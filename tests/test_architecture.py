@@ -142,7 +142,7 @@ PACKAGES = {
     ),
     "tools/chat": Package(own=names("tools/inference cli data model_files telemetry utils"), outside=names("click")),
     "tools/convert": Package(
-        own=names("cli huggingface checkpoint device mixers architecture model_files utils"),
+        own=names("cli huggingface checkpoint device mixers telemetry architecture model_files utils"),
         outside=names("click torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),

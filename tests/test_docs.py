@@ -88,7 +88,7 @@ def test_commands_exist(document: Path) -> None:
     """Commands in the middle of a sentence count too, and options."""
     targets = set(re.findall(r"^([a-z][\w-]*):", text_of(REPOSITORY / "Makefile"), re.MULTILINE))
     unknown = []
-    known = {*RECIPES, "export", *(name.split()[0] for name in main._PRINTING), "--version", "--help", "COMMAND"}
+    known = {*RECIPES, *(name.split()[0] for name in main.COMMANDS), "--version", "--help", "COMMAND"}
     options = {*re.findall(r"--[a-z][a-z-]*", text_of(REPOSITORY / "docs/reference/commands.md")), "--version"}
     spans = re.findall(r"(?<!`)`((?:nemo-kto|make) [^`\n]*)`", text_of(document))
     for command in [*commands(document), *spans]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from docs.site.commands import parsers
+from docs.site.commands import command_contexts
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
 from nemo_kto.architecture.config_fields import QUANTIZED
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
-from nemo_kto.cli import main
+from nemo_kto.cli.train_command import TrainingCommand
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.watch import throughput
@@ -78,17 +78,17 @@ def test_exit_statuses() -> None:
 def test_commands_and_their_options() -> None:
     text = (REFERENCE / "commands.md").read_text(encoding="utf-8")
     sections = {f"nemo-kto {part.splitlines()[0]}": part for part in text.split("\n## nemo-kto ")[1:]}
-    shown = {parser.prog: parser for parser in parsers()}
+    shown = {context.command_path: context.command for context in command_contexts()}
     assert set(sections) == {"nemo-kto kto, nemo-kto dpo", *shown}
-    assert {name.split()[1] for name in shown} == {name.split()[0] for name in ("export", *main._PRINTING)}
-    for name, parser in shown.items():
-        options = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+    for name, command in shown.items():
+        options = {option for parameter in command.params for option in parameter.opts if option.startswith("-")}
         first_column = " ".join(re.findall(r"^\| `([^`]*)` \|", sections[name], re.MULTILINE))
         assert set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", first_column)) == options
 
 
 def test_options_of_training() -> None:
-    """The other commands' options are generated from their parsers."""
+    """Those of the other commands are generated."""
     text = (REFERENCE / "commands.md").read_text(encoding="utf-8").split("<!-- commands -->")[0]
-    flags = {names.split()[0] for names in (*main._SWITCHES, *main._VALUED, *main._SOURCE)} | {"--info"}
+    parameters = TrainingCommand(recipe=RECIPES["kto"]).params
+    flags = {option for parameter in parameters for option in parameter.opts if option.startswith("--")} | {"--help"}
     assert set(re.findall(r"--[a-z][a-z-]*", text.split("The options are")[1])) == flags

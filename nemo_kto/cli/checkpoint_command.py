@@ -5,14 +5,15 @@ They do not load torch, so that they respond at once.
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from itertools import product
 from pathlib import Path
 
-from nemo_kto.cli import aligned
+import click
+
+from nemo_kto.cli.command import File, command
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import (
     CHECKPOINTS,
@@ -25,43 +26,21 @@ from nemo_kto.model_files.checkpoint_files import (
     size_text,
 )
 from nemo_kto.utils.files import WRITING
-from nemo_kto.utils.text import terminal_line
+from nemo_kto.utils.text import aligned, terminal_line
 
 DAMAGED = 1  # exit status of verify
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
 _HEADER = ("step", "written", "size", "data x tensor x pipeline", "metrics", "state")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if ``verify`` finds damage.
-
-    Raises UserError if the folder has no checkpoints, or a file cannot be read.
-    """
-    arguments = _parser().parse_args(list(argv))
-    command: Callable[[Path], int] = arguments.command
-    return command(arguments.folder)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto checkpoint", description="List or verify the checkpoints of a run.")
-    commands = parser.add_subparsers(metavar="ls|verify", required=True)
-    listing = commands.add_parser("ls", description="List step, date, size, layout, metrics and state of each checkpoint.")
-    listing.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
-    listing.set_defaults(command=_list)
-    verifying = commands.add_parser(
-        "verify", description="Compare every file with its hash. Exit status 1 if any is damaged."
-    )
-    verifying.add_argument("folder", metavar="RUN|CHECKPOINT", type=Path, help="a run folder or a checkpoint")
-    verifying.set_defaults(command=_verify)
-    return parser
-
-
-def _list(folder: Path) -> int:
+@command("checkpoint ls", "List step, date, size, layout, metrics and state of each checkpoint.")
+@click.argument("folder", metavar="RUN", type=File(), help="a run folder")
+def ls(folder: Path) -> None:
+    """Run the command; UserError if the folder has no checkpoints, or a file cannot be read."""
     rows = [_HEADER, *(_row(path) for path in _paths(folder))]
     print(*map(terminal_line, aligned(rows)), sep="\n")
     for leftover in sorted((folder / CHECKPOINTS).glob(f"{WRITING}*")):
         print(f"{terminal_line(leftover.name)}: incomplete: it is being written, or its run was stopped")
-    return 0
 
 
 def _row(path: Path) -> tuple[str, ...]:
@@ -92,7 +71,10 @@ def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
             yield f"{prefix}{name} {value:.4f}"
 
 
-def _verify(folder: Path) -> int:
+@command("checkpoint verify", "Compare every file with its hash. Exit status 1 if any is damaged.")
+@click.argument("folder", metavar="RUN|CHECKPOINT", type=File(), help="a run folder or a checkpoint")
+def verify(folder: Path) -> int:
+    """Run the command, and return its exit status; UserError as for ``ls``."""
     status = 0
     for path in [folder] if is_checkpoint(folder) else _paths(folder):
         found = read_or_damage(path)

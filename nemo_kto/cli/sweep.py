@@ -13,13 +13,13 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from nemo_kto.cli import aligned
 from nemo_kto.data.rows.data_sources import validation_names
 from nemo_kto.errors import UserError, plural
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.records.curves import Curve
 from nemo_kto.records.run_record import FAILED, RunRecord, read_run
 from nemo_kto.redaction import redacted
+from nemo_kto.utils.text import aligned
 
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nemo_kto.redaction import redacted
 
@@ -54,6 +54,13 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown; the cells are written as they are."""
     lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
+
+
+def aligned(rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+    """Yield the rows of a table as lines of text, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield indent + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
 def html_text(text: str) -> str:

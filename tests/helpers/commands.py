@@ -137,6 +137,17 @@ def run(
     return fork_server.run(command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, timeout=timeout)
 
 
+def run_here(*words: object) -> int:
+    """The exit status of a command that runs in this process."""
+    from nemo_kto.cli.main import main
+
+    try:
+        main([str(word) for word in words])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
 def run_interpreter(
     command: list[str], *, cwd: Path, env: dict[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.cli.entry import look_at_checkpoints, main
+from nemo_kto.cli.main import main
 from nemo_kto.data.rows.data_sources import read_data_prefix
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.drawn import DrawnAnswer
@@ -62,8 +62,7 @@ def test_checkpoints_with_foreign_names(tmp_path: Path, capsys: pytest.CaptureFi
     make_checkpoint(tmp_path / "checkpoints", 2, metrics=metrics)
     (tmp_path / "checkpoints" / f".writing-{FOREIGN}").mkdir()
     for command in ("ls", "verify"):
-        with pytest.raises(SystemExit):
-            look_at_checkpoints([command, str(tmp_path)])
+        main(["checkpoint", command, str(tmp_path)])
     assert_plain(capsys.readouterr().out)
 
 

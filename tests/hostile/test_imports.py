@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.cli.export_command import import_model as main
 from nemo_kto.errors import UserError
+from nemo_kto.tools.convert.import_command import main
 from tests.helpers import hf_models
 from tests.helpers import megatron_checkpoints as megatron
 from tests.helpers.messages import Message, assert_names

@@ -122,13 +122,6 @@ def test_one_rank_runs_in_the_same_process_and_lists_the_overrides(tmp_path: Pat
     assert again.stderr == Message("nemo-kto", "model.seed", "1234", "last", "7")
 
 
-def test_the_run_folder_may_depend_on_keys_that_recipe_auto_sets(tmp_path: Path) -> None:
-    """Without a GPU it sets hardware=cpu, which sets the precision."""
-    env = stub_training(tmp_path, "print(cfg.exp_manager.explicit_log_dir)")
-    words = [*GOOD, "recipe=auto", "exp_manager.explicit_log_dir='in_${trainer.precision}'"]
-    assert run([*CLI, "kto", *words], cwd=tmp_path, env=env).stdout == "in_32\n"
-
-
 _COUNT = """
 import sys
 sys.compositions = 0
@@ -188,15 +181,6 @@ def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork
     assert ended(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize("left", [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}])
-def test_environment_variables_left_by_a_rank_are_refused(tmp_path: Path, left: dict[str, str]) -> None:
-    """A callback in a rank might start another training."""
-    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, "print('trains')") | left)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert_names(done.stderr, "NEMO_KTO_STARTED_BY", left.get("NEMO_KTO_STARTED_BY", "None"), "unset " + ", ".join(left))
-    assert "Traceback" not in done.stderr
-
-
 NOTHING_TO_SAVE = ("nemo-kto", "first step", "start")
 SAY_PID = "open(f'pid{rank}.partial', 'w').write(str(os.getpid()))\nos.rename(f'pid{rank}.partial', f'pid{rank}')\n"
 
@@ -224,18 +208,28 @@ class Started:
         return status, (self.folder / "said").read_text()
 
 
+WAITS = "time.sleep(300)"
+STOPPED = (85, Message("SIGTERM", *NOTHING_TO_SAVE))
+
+
 @either_way
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.full), "SIGUSR1"])
-def test_a_signal_to_the_launcher_stops_ranks_with_nothing_to_save(tmp_path: Path, name: str, fork_ranks: bool) -> None:
-    job = Started(tmp_path, "time.sleep(300)", fork_ranks=fork_ranks)
-    os.kill(job.launcher.pid, signal.Signals[name])
-    assert job.end() == (85, Message(name, *NOTHING_TO_SAVE))
-
-
-def test_a_signal_to_one_rank_stops_all_ranks(tmp_path: Path) -> None:
-    job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR2,SIGTERM]")
-    os.kill(job.ranks[1], signal.SIGUSR2)
-    assert job.end() == (85, Message("SIGUSR2", *NOTHING_TO_SAVE))
+@pytest.mark.parametrize(
+    ("name", "to_a_rank", "given", "end"),
+    [
+        ("SIGTERM", False, [], STOPPED),
+        pytest.param("SIGINT", False, [], (85, Message("SIGINT", *NOTHING_TO_SAVE)), marks=pytest.mark.full),
+        ("SIGUSR1", False, [], (85, Message("SIGUSR1", *NOTHING_TO_SAVE))),
+        ("SIGUSR2", True, ["trainer.stop_signals=[SIGUSR2,SIGTERM]"], (85, Message("SIGUSR2", *NOTHING_TO_SAVE))),
+        ("SIGKILL", False, [], (-9, "")),  # the ranks do not outlive their launcher
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2 to a rank", "SIGKILL"],
+)
+def test_a_signal_ends_launcher_and_ranks(
+    tmp_path: Path, name: str, to_a_rank: bool, given: list[str], end: tuple[int, object], fork_ranks: bool
+) -> None:
+    job = Started(tmp_path, WAITS, *given, fork_ranks=fork_ranks)
+    os.kill(job.ranks[1] if to_a_rank else job.launcher.pid, signal.Signals[name])
+    assert job.end() == end
 
 
 def test_the_launcher_waits_for_ranks_that_save_and_a_second_interrupt_ends_them(tmp_path: Path) -> None:
@@ -264,36 +258,56 @@ raise signals.Stopped
         assert job.end() == (status, said), "one line for both ranks and both signals"
 
 
-@either_way
-def test_the_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, fork_ranks: bool) -> None:
-    job = Started(tmp_path, "time.sleep(300)", fork_ranks=fork_ranks)
-    os.kill(job.launcher.pid, signal.SIGKILL)
-    assert job.end() == (-9, "")
+SEND = "import signal\nos.kill(os.getpid(), signal.{})\ntime.sleep(300)"
+ENDS: dict[str, tuple[str, list[str], dict[str, str], tuple[int, str, object]]] = {
+    "the run folder depends on keys that recipe=auto sets": (  # without a GPU it sets hardware=cpu, which sets the precision
+        "print(cfg.exp_manager.explicit_log_dir)",
+        ["recipe=auto", "exp_manager.explicit_log_dir='in_${trainer.precision}'"],
+        {},
+        (0, "in_32\n", Message("recipe=auto", "hardware=cpu")),
+    ),
+    "a callback in a rank may start another training": (
+        "print('trains')",
+        [],
+        {"NEMO_KTO_STARTED_BY": "1"},
+        (2, "", Message("NEMO_KTO_STARTED_BY", "1", "unset NEMO_KTO_STARTED_BY")),
+    ),
+    "variables of a rank are left without its launcher": (
+        "print('trains')",
+        [],
+        {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"},
+        (2, "", Message("NEMO_KTO_STARTED_BY", "None", "unset NEMO_KTO_STORE_FILE, RANK")),
+    ),
+    "a sweep ends with the job that was stopped": (
+        f"print('job', cfg.model.seed, flush=True)\n{SEND.format('SIGUSR1')}",
+        ["--multirun", "model.seed=1,2"],
+        {},
+        (
+            85,
+            "nemo-kto kto: a sweep of 2 jobs\n  job  model.seed\n  0    1\n  1    2\njob 1\n",
+            Message("SIGUSR1", *NOTHING_TO_SAVE),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_status_and_output_of_a_job(tmp_path: Path, name: str) -> None:
+    body, given, variables, (status, out, errors) = ENDS[name]
+    done = run([*CLI, "kto", *GOOD, *given], cwd=tmp_path, env=stub_training(tmp_path, body) | variables)
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, errors)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_job_stopped_with_nothing_to_save_is_requeued(tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     scontrol.chmod(0o755)
-    env = stub_training(tmp_path, "import signal\nif rank == '1': os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(300)")
+    env = stub_training(tmp_path, f"if rank == '0': {WAITS}\n{SEND.format('SIGTERM')}")
     env |= {"SLURM_JOB_ID": "31", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2", "trainer.requeue=true"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stderr) == (85, Message("SIGTERM", *NOTHING_TO_SAVE))
+    assert (done.returncode, done.stderr) == STOPPED
     assert (tmp_path / "asked").read_text() == "requeue 31\n"
-
-
-def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
-    body = "print('job', cfg.model.seed, flush=True)\nimport signal\nos.kill(os.getpid(), signal.SIGUSR1)"
-    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=stub_training(tmp_path, body))
-    assert (done.returncode, done.stderr) == (85, Message("SIGUSR1", *NOTHING_TO_SAVE))
-    assert done.stdout == "nemo-kto kto: a sweep of 2 jobs\n  job  model.seed\n  0    1\n  1    2\njob 1\n"
-
-
-def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) -> None:
-    record = json.loads((folder / f"rank1-{seed}.json").read_text())
-    own = str(folder / "results" / f"gpt_{name}" / str(number))
-    assert (record["run"], record["export"]) == (own, f"{own}/hf")
-    assert yaml.safe_load((Path(own) / "config.yaml").read_text())["model"]["seed"] == seed
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -317,15 +331,9 @@ def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     assert not (tmp_path / "results").exists()
 
 
-def test_version_help_and_export(tmp_path: Path) -> None:
+def test_version_and_export(tmp_path: Path) -> None:
     env = stub_training(tmp_path, "pass")
     assert run_interpreter([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
-    helped = run(CLI, cwd=tmp_path, env=env).stdout
-    for name in RECIPES:
-        assert f"  nemo-kto {name} MODEL DATA [KEY=VALUE ...]\n" in helped
-        assert_names(helped, f"results/gpt_{name}/hf")
-    assert "nemo-kto kto|dpo --help " in helped
-    assert_names(helped, "CHECKPOINT", "OUT")
     (tmp_path / "results").mkdir()
     assert run([*CLI, "export", "results", "out"], cwd=tmp_path, env=env).stdout == "export results out\n"
     alone = run([*CLI, "export", "--adapter", "results", "out"], cwd=tmp_path, env=env)

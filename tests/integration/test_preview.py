@@ -37,4 +37,4 @@ def test_the_command_and_its_imports(tiny_llama: Path, tmp_path: Path) -> None:
     assert (status, output, errors[0]) == (2, ["rows.jsonl: 1 row"], Message("check", "1", "row"))
     status, output, errors = run("data", "show", "rows.jsonl")
     assert (status, output) == (2, [])
-    assert errors[0] == Message("nemo-kto", "kto", "dpo", "data")
+    assert errors[0] == Message("nemo-kto", "preview", "check", "tokenise", "show", "nemo-kto data --help")

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from nemo_kto.cli.export_command import import_model as main
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
-from nemo_kto.model_files import tokenizer_files
+from nemo_kto.model_files.content_hashes import tokenizer_files
+from nemo_kto.tools.convert.import_command import main
 from tests.helpers import hf_models
 from tests.helpers import megatron_checkpoints as megatron
 from tests.helpers.hf_models import weights

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from nemo_kto.cli.command import command
 from nemo_kto.errors import UserError
 from nemo_kto.tools.chat.session import Collector, Session, require_terminal
 from nemo_kto.tools.inference.named_models import START, find_model, load_models, starting_model
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.inference.sampling import Sampling, check_sampling
-from nemo_kto.tools.inference.sampling_options import add_sampling
+from nemo_kto.tools.inference.sampling_options import sampling_options
 from nemo_kto.utils.text import terminal_line, terminal_text
 
 if TYPE_CHECKING:
@@ -26,11 +29,24 @@ _DESCRIPTION = """\
 Talk with a model: type a prompt, or give prompts with -p. The chat template and the generation settings are those of the
 model's folder. Commands: /reset, /system TEXT, /help, /quit; Ctrl-C stops an answer, Ctrl-D ends.
 """
+_MODEL = "a run folder, a checkpoint, a model or adapters in Hugging Face format, or hf:ORGANISATION/NAME"
+_AGAINST = "also answer with this model; without BASE, with the model that the run started from"
+_PROMPT = "answer this prompt and end; - reads it from stdin; each -p is a conversation of its own"
+_COLLECT = "ask for a thumb after each answer, and append it to this file, as a row for training"
+_LENGTH = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
 
 
-def main(argv: Sequence[str]) -> None:
+@command("chat", _DESCRIPTION)
+@click.argument("model", metavar="RUN|MODEL", help=_MODEL)
+@click.option("--against", is_flag=False, flag_value=START, metavar="BASE", help=_AGAINST)
+@click.option("-p", "--prompt", multiple=True, metavar="PROMPT", help=_PROMPT)
+@click.option("--json", is_flag=True, help="print a line of JSON for each answer")
+@click.option("--system", metavar="TEXT", help="the system message")
+@click.option("--collect", metavar="FILE", help=_COLLECT)
+@sampling_options(length=_LENGTH, temperature="0 takes the most probable token", seed="draw every answer with this seed")
+def main(**options: Any) -> None:
     """Run the command; raise UserError if a model cannot be used, or a prompt cannot be answered."""
-    flags = _parser().parse_args(list(argv))
+    flags = SimpleNamespace(**options)
     check_sampling(flags)
     if flags.collect is not None:
         require_terminal("--collect", remedy="leave it out, or use nemo-kto sample and nemo-kto label")
@@ -55,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
         _talk(flags, load_models(named), prompts, collect)
 
 
-def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> None:
+def _talk(flags: SimpleNamespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> None:
     sampling = Sampling(
         max_new_tokens=flags.max_new_tokens,
         temperature=flags.temperature,
@@ -76,24 +92,3 @@ def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Seque
                 print(terminal_line(f"{model.label}: {model.describe()}"))
             print("/help lists the commands, Ctrl-D ends.")
         session.talk()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nemo-kto chat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    model = "a run folder, a checkpoint, a model or adapters in Hugging Face format, or hf:ORGANISATION/NAME"
-    parser.add_argument("model", metavar="RUN|MODEL", help=model)
-    against = "also answer with this model; without BASE, with the model that the run started from"
-    parser.add_argument("--against", nargs="?", const=START, metavar="BASE", help=against)
-    prompt = "answer this prompt and end; - reads it from stdin; each -p is a conversation of its own"
-    parser.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help=prompt)
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    collect = "ask for a thumb after each answer, and append it to this file, as a row for training"
-    parser.add_argument("--collect", metavar="FILE", help=collect)
-    length = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
-    add_sampling(
-        parser, length=length, temperature="0 takes the most probable token", seed="draw every answer with this seed"
-    )
-    return parser

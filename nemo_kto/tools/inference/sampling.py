@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
@@ -20,7 +20,7 @@ class Sampling:
     seed: int | None = None  # every answer is drawn with this seed
 
 
-def check_sampling(flags: argparse.Namespace) -> None:
+def check_sampling(flags: SimpleNamespace) -> None:
     """Select the device of the options; UserError if they contradict each other or the machine."""
     for option, value, everything in (("--top-p", flags.top_p, 1), ("--top-k", flags.top_k, 0)):
         if flags.temperature == 0 and value not in (None, everything):

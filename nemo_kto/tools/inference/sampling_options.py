@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Mapping
+from typing import Any
 
-from nemo_kto.cli import integer_from, number
+import click
+
+from nemo_kto.cli.command import Decorator, WordChoice, integer_from, number, together
+
+_FROM_ZERO = number("of at least 0", lambda value: value >= 0)
+_PROBABILITY = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+_TOP_P = "draw from the most probable tokens whose probabilities sum to P"
+_TOP_K = "draw from the K most probable tokens; 0: from all"
+_DEVICES = ("auto", "cpu", "gpu")
 
 
-def add_sampling(parser: argparse.ArgumentParser, *, length: str, temperature: str, seed: str) -> None:
-    """Add the options of generation with their descriptions."""
-    parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
-    from_zero = number("of at least 0", lambda value: value >= 0)
-    parser.add_argument("--temperature", type=from_zero, metavar="T", help=temperature)
-    top_p = "draw from the most probable tokens whose probabilities sum to P"
-    probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
-    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p)
-    top_k = "draw from the K most probable tokens; 0: from all"
-    parser.add_argument("--top-k", type=integer_from(0), metavar="K", help=top_k)
-    parser.add_argument("--seed", type=integer_from(0), metavar="N", help=seed)
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
+def sampling_options(
+    *, length: str, temperature: str, seed: str, defaults: Mapping[str, float | None] | None = None
+) -> Decorator[Any]:
+    """Return the options of generation with their descriptions and, by their names, defaults."""
+    default = dict.fromkeys(("max_new_tokens", "temperature", "top_p", "top_k", "seed")) | dict(defaults or {})
+
+    def option(name: str, kind: click.ParamType, metavar: str, description: str) -> Decorator[Any]:
+        words = f"--{name.replace('_', '-')}"
+        return click.option(words, name, type=kind, metavar=metavar, help=description, default=default[name])
+
+    return together(
+        option("max_new_tokens", integer_from(1), "N", length),
+        option("temperature", _FROM_ZERO, "T", temperature),
+        option("top_p", _PROBABILITY, "P", _TOP_P),
+        option("top_k", integer_from(0), "K", _TOP_K),
+        option("seed", integer_from(0), "N", seed),
+        click.option(
+            "--device", type=WordChoice(_DEVICES), metavar="auto|cpu|gpu", default="auto", help="auto: a GPU if there is one"
+        ),
+    )

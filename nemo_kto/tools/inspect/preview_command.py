@@ -1,11 +1,10 @@
-"""Commands `nemo-kto data preview`, the first rows of a file as the model sees them, and `nemo-kto data tokenise`.
+"""Command `nemo-kto data preview`: the first rows of a file as the model sees them.
 
-The rows are processed by the same code as in training, for the preview in a temporary folder. megatron-core is not loaded.
+The rows are processed by the same code as in training, in a temporary folder. megatron-core is not loaded.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -14,16 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
+
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import integer_from, is_set, run_parser
+from nemo_kto.cli.command import command, integer_from, is_set
+from nemo_kto.cli.tokenise_command import data_errors
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.data.rows.data_sources import read_data_prefix
-from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.telemetry.text_table import table
+from nemo_kto.errors import UserError
+from nemo_kto.tools.inspect.check_data_command import ALGORITHM_OPTION
 from nemo_kto.utils.text import terminal_line
 
 _MODEL, _DATA = POSITIONS.values()
@@ -31,47 +31,31 @@ _DESCRIPTION = """\
 Show the first rows of a file as the model sees them: the decoded tokens with prompt and response marked,
 their number, the label, and the response of the KL example. KEY=VALUE: as in training.
 """
-_TOKENISE = """\
-Tokenise the rows of a run into model.data.cache_dir, so that the training reads them from there. MODEL, DATA and KEY=VALUE:
-as in training. Large files are tokenised by one process for each core, or by model.data.preprocess_workers processes.
-"""
 
 
-def main(argv: Sequence[str]) -> None:
+@command("data preview", _DESCRIPTION)
+@click.argument("file", help="a data file, a folder of them, or hf:ORG/NAME[:SPLIT]")
+@click.argument("overrides", nargs=-1, metavar="KEY=VALUE", help="such as model.data.seq_length=512")
+@click.option("--model", metavar="FOLDER", help="the model that will be trained: a Hugging Face folder")
+@click.option("--rows", type=integer_from(1), default=3, metavar="N", help="rows to show (3)")
+@ALGORITHM_OPTION
+def main(file: str, overrides: Sequence[str], model: str | None, rows: int, algorithm: str) -> None:
     """Run the command; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
-    flags = _parser().parse_intermixed_args(list(argv))
-    recipe = RECIPES[flags.algorithm]
-    if flags.model is None and not is_set(_MODEL, flags.overrides):
+    recipe = RECIPES[algorithm]
+    if model is None and not is_set(_MODEL, overrides):
         raise UserError(
             "--model must be a Hugging Face folder, whose tokenizer and chat template are used, got none; "
-            f"e.g. nemo-kto data preview {flags.file} --model MODEL"
+            f"e.g. nemo-kto data preview {file} --model MODEL"
         )
-    if Path(flags.file).is_dir():
-        flags.file = str(next(file for group in read_data_prefix(flags.file).values() for file in group[0].files))
-    named = {_MODEL: flags.model, _DATA: flags.file}
-    overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
+    if Path(file).is_dir():
+        file = str(next(found for group in read_data_prefix(file).values() for found in group[0].files))
+    named = {_MODEL: model, _DATA: file}
+    given = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
     checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False)
-    run = checker.resolve([*overrides, *flags.overrides])
+    run = checker.resolve([*given, *overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    sys.stdout.write("\n".join(_lines(run, flags.file, rows=flags.rows, coloured=coloured)) + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto data preview", description=_DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", help="a data file, a folder of them, or hf:ORG/NAME[:SPLIT]")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
-    parser.add_argument("--model", metavar="FOLDER", help="the model that will be trained: a Hugging Face folder")
-    parser.add_argument("--rows", type=integer_from(1), default=3, metavar="N", help="rows to show (3)")
-    names = list(RECIPES)
-    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
-    return parser
-
-
-def data_errors(run: ResolvedRun) -> list[ConfigError]:
-    """Return errors in data, model and loss, not in machine or run: training may run on another machine."""
-    sections = ("model.data.", "pretrained_checkpoint.", f"model.{run.cfg.recipe.name}.")
-    return [error for error in run_errors(run, elsewhere=True) if error.key.startswith(sections)]
+    sys.stdout.write("\n".join(_lines(run, file, rows=rows, coloured=coloured)) + "\n")
 
 
 def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterator[str]:
@@ -104,26 +88,3 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
             yield from preview.dpo(dataset, batch, with_rewards=cfg.loss.definition.needs_rewards)
         else:
             yield from preview.kto(dataset, batch, examples)
-
-
-def tokenise(argv: Sequence[str]) -> None:
-    """Run `nemo-kto data tokenise`; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
-    flags = run_parser("data tokenise", _TOKENISE).parse_intermixed_args(list(argv))
-    recipe = RECIPES[flags.algorithm]
-    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
-    title = "the rows cannot be tokenised"
-    run = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False).resolve(flags.words)
-    from nemo_kto.run.data import model_tokenizer, source_settings, split_text
-
-    settings = source_settings(with_all_cores(run), model_tokenizer(run.files))
-    settings["progress"] = partial(progress_bar, shown=True)
-    splits = recipe.build_splits(settings, run.cfg.data_options())
-    rows = {name: split_text(recipe.unit, examples.counts) for name, examples in splits.in_use.items()}
-    print(table(f"nemo-kto data tokenise {recipe.name}", {**rows, "cache": run.cfg.model.data.cache_dir}))
-
-
-def with_all_cores(run: ResolvedRun) -> ResolvedRun:
-    """Return the run with a process for each core that this process may use, unless their number is configured."""
-    data = run.cfg.model.data
-    workers = data.preprocess_workers or len(os.sched_getaffinity(0))
-    return run.with_model(data=data.model_copy(update={"preprocess_workers": workers}))

@@ -5,7 +5,6 @@ The rows are tokenised into the cache, and weights are hashed into it, so that t
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Sequence
@@ -13,8 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import click
+
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, gpu_kind, integer_from, is_set, run_parser
+from nemo_kto.cli.command import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
+from nemo_kto.cli.tokenise_command import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun
@@ -29,7 +31,6 @@ from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.processes.ranks import World
-from nemo_kto.tools.inspect.preview_command import with_all_cores
 
 if TYPE_CHECKING:
     from nemo_kto.memory.hardware import Machines
@@ -44,31 +45,46 @@ _TITLE = "the run cannot be started"
 DOES_NOT_FIT = 1  # exit status
 
 
-def main(argv: Sequence[str]) -> int:
+@command("check", _DESCRIPTION)
+@run_words()
+@click.option("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
+@click.option("--gpus-per-node", type=integer_from(1), metavar="N", help="GPUs, and ranks, of each machine: trainer.devices")
+@click.option("--gpu", type=GPU_KIND, metavar="KIND", help="their kind, as for `nemo-kto plan`")
+@MEMORY_OPTION
+def main(
+    algorithm: str,
+    words: Sequence[str],
+    config_name: str | None,
+    config_dir: str | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    gpu: str | None,
+    memory: float | None,
+) -> int:
     """Run the command and return its exit status; raise UserError with all mistakes."""
-    flags = _parser().parse_intermixed_args(list(argv))
-    if flags.gpu is not None and flags.gpus_per_node is None:
-        raise UserError(f"--gpu must be given with --gpus-per-node, got --gpu {flags.gpu}; add --gpus-per-node 8")
-    recipe, gpus = RECIPES[flags.algorithm], flags.gpus_per_node
-    launched = {"trainer.num_nodes": flags.nodes, "trainer.devices": gpus}
-    set_twice = [key for key, value in launched.items() if value is not None and is_set(key, flags.words)]
-    overrides = [*flags.words, *(f"{key}={value}" for key, value in launched.items() if value is not None)]
+    if gpu is not None and gpus_per_node is None:
+        raise UserError(f"--gpu must be given with --gpus-per-node, got --gpu {gpu}; add --gpus-per-node 8")
+    recipe, gpus = RECIPES[algorithm], gpus_per_node
+    launched = {"trainer.num_nodes": nodes, "trainer.devices": gpus}
+    set_twice = [key for key, value in launched.items() if value is not None and is_set(key, words)]
+    overrides = [*words, *(f"{key}={value}" for key, value in launched.items() if value is not None)]
     if gpus is not None:
         device.force_cpu()  # a login node may have other GPUs
-    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
+    source = compose.Source(config_name=config_name or recipe.config_name, config_dir=config_dir)
     rules = partial(_errors, elsewhere=gpus is not None, set_twice=set_twice)
     checker = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=_TITLE)
+    find_machines = partial(_machines, gpus=gpus, gpu=gpu, memory=memory)
     if any(map(compose.is_auto, overrides)):
         from nemo_kto.tools.plan.auto import settle
 
-        overrides, line = settle(overrides, checker, partial(_machines, flags, timed=False))
+        overrides, line = settle(overrides, checker, partial(find_machines, timed=False))
         print(line)
     run = checker.resolve(overrides)
     from nemo_kto.memory.run_plan import with_precision
     from nemo_kto.tools.plan.plan_text import plan_text
 
     run = with_all_cores(with_precision(run, on_gpu=run.gpus > 0))
-    machines = _machines(flags, run)
+    machines = find_machines(run)
     if gpus is None:
         computes = computes_here(on_gpu=run.gpus > 0)
     else:
@@ -81,25 +97,15 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
-    """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
+def _machines(run: ResolvedRun, *, gpus: int | None, gpu: str | None, memory: float | None, timed: bool = True) -> Machines:
+    """Return the machines of the options; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
     from nemo_kto.memory.hardware import DEFAULT_GPU, gpus_elsewhere, these_machines
 
-    if flags.gpus_per_node is None:
+    if gpus is None:
         machines = these_machines(run, timed=timed)
     else:
-        machines = gpus_elsewhere(run.world_size(), flags.gpu or DEFAULT_GPU)
-    return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("check", _DESCRIPTION)
-    parser.add_argument("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
-    number = "GPUs, and ranks, of each machine: trainer.devices"
-    parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)
-    parser.add_argument("--gpu", type=gpu_kind, metavar="KIND", help="their kind, as for `nemo-kto plan`")
-    parser.add_argument("--memory", "--gpu-memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    return parser
+        machines = gpus_elsewhere(run.world_size(), gpu or DEFAULT_GPU)
+    return machines if memory is None else machines.with_memory(memory * 1e9)
 
 
 def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> list[ConfigError]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from functools import partial
 
+import click
+
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, gpu_kind, integer_from, is_set, run_parser
+from nemo_kto.cli.command import GPU_KIND, MEMORY_OPTION, command, integer_from, is_set, run_words
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
@@ -36,26 +37,45 @@ status 1 if the run does not fit.
 DOES_NOT_FIT = 1  # exit status
 
 
-def main(argv: Sequence[str]) -> int:
+@command("plan", _DESCRIPTION)
+@run_words("MODEL [DATA] KEY=VALUE")
+@click.option("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
+@click.option(
+    "--gpu",
+    type=GPU_KIND,
+    metavar="KIND",
+    default=DEFAULT_GPU,
+    help=f"their kind, with --gpus: {', '.join(GPUS)} ({DEFAULT_GPU})",
+)
+@MEMORY_OPTION
+def main(
+    algorithm: str,
+    words: Sequence[str],
+    config_name: str | None,
+    config_dir: str | None,
+    gpus: int | None,
+    gpu: str,
+    memory: float | None,
+) -> int:
     """Run the command and return its exit status; raise UserError with all errors in the command line."""
-    flags = _parser().parse_intermixed_args(list(argv))
-    recipe, words = RECIPES[flags.algorithm], list(flags.words)
+    recipe, words = RECIPES[algorithm], list(words)
     given, _ = read_positions(words, recipe)
-    searches = flags.gpus is not None and not any(is_set(key, given) for key in (*_LAYOUT, "recipe"))
+    searches = gpus is not None and not any(is_set(key, given) for key in (*_LAYOUT, "recipe"))
     if not is_set(_DATA, given):
         words.append(f"{_DATA}=rows.jsonl")  # required, but not read
-    rules = partial(_errors, ranks=None if searches else flags.gpus)
-    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
+    rules = partial(_errors, ranks=None if searches else gpus)
+    source = compose.Source(config_name=config_name or recipe.config_name, config_dir=config_dir)
     title = "the run cannot be planned"
-    gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
-    checker = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title, weights=False)
+    visible = None if gpus is None else 0  # GPUs of this machine, or of no particular one
+    checker = Checker(recipe=recipe, source=source, rules=rules, gpus=visible, title=title, weights=False)
+    find_machines = partial(_machines, gpus=gpus, gpu=gpu, memory=memory)
     if any(map(compose.is_auto, given)):
-        words, line = settle(words, checker, partial(_machines, flags, timed=False))
+        words, line = settle(words, checker, partial(find_machines, timed=False))
         print(line)
-    run = with_precision(checker.resolve(words), on_gpu=flags.gpus is not None)
-    machines = _machines(flags, run)
+    run = with_precision(checker.resolve(words), on_gpu=gpus is not None)
+    machines = find_machines(run)
     computes = computes_here(on_gpu=machines.on_gpu)
-    if flags.gpus is not None:  # other machines are assumed to have a sufficient Transformer Engine
+    if gpus is not None:  # other machines are assumed to have a sufficient Transformer Engine
         computes = Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
     if errors := list(model_gpu_rules(run, computes)):
         raise InvalidConfig(title=title, errors=errors)
@@ -67,39 +87,30 @@ def main(argv: Sequence[str]) -> int:
         print(search_text(plan, found))
         return 0
     shortage = find_shortage(plan)
-    print(shortage_text(plan, shortage, lora_command=_lora_command(flags, words, shortage.lora)))
+    files = {"--config-dir": config_dir, "--config-name": config_name}
+    source_options = [f"{option}={value}" for option, value in files.items() if value is not None]
+    command_words = ["nemo-kto", algorithm, *source_options]
+    lora = "" if shortage.lora is None else _lora_command(command_words, words, shortage.lora, gpus=plan.machines.ranks)
+    print(shortage_text(plan, shortage, lora_command=lora))
     return DOES_NOT_FIT
 
 
-def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
-    """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
-    machines = these_machines(run, timed=timed) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
-    return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
+def _machines(run: ResolvedRun, *, gpus: int | None, gpu: str, memory: float | None, timed: bool = True) -> Machines:
+    """Return the machines of the options; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
+    machines = these_machines(run, timed=timed) if gpus is None else gpus_elsewhere(gpus, gpu)
+    return machines if memory is None else machines.with_memory(memory * 1e9)
 
 
-def _lora_command(flags: argparse.Namespace, words: Sequence[str], lora: Plan | None) -> str:
+def _lora_command(command_words: Sequence[str], words: Sequence[str], lora: Plan, *, gpus: int) -> str:
     """Return the command that trains with LoRA in the layout ``lora``; ``words`` are those of the run that does not fit."""
-    if lora is None:
-        return ""
-    devices = max(count for count in range(1, GPUS_PER_MACHINE + 1) if flags.gpus % count == 0)
-    machines = {"trainer.num_nodes": flags.gpus // devices} if flags.gpus > GPUS_PER_MACHINE else {}
+    devices = max(count for count in range(1, GPUS_PER_MACHINE + 1) if gpus % count == 0)
+    machines = {"trainer.num_nodes": gpus // devices} if gpus > GPUS_PER_MACHINE else {}
     machines["trainer.devices"] = devices
     layout = values_of(lora)
     replaced = {*machines, *(f"model.{name}" for name in (*layout, *LORA, "micro_batch_size"))}
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
-    files = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
-    source = [f"{flag}={value}" for flag, value in files.items() if value is not None]
     settings = [f"{key}={value}" for key, value in machines.items()]
-    return shlex.join(["nemo-kto", flags.algorithm, *source, *kept, *settings, *overrides({**LORA, **layout}).split()])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("plan", _DESCRIPTION, words="MODEL [DATA] KEY=VALUE")
-    parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
-    kinds = f"their kind, with --gpus: {', '.join(GPUS)} ({DEFAULT_GPU})"
-    parser.add_argument("--gpu", type=gpu_kind, metavar="KIND", default=DEFAULT_GPU, help=kinds)
-    parser.add_argument("--memory", "--gpu-memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    return parser
+    return shlex.join([*command_words, *kept, *settings, *overrides({**LORA, **layout}).split()])
 
 
 def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:

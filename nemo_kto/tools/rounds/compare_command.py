@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.cli import aligned
+import click
+
+from nemo_kto.cli.command import command
 from nemo_kto.errors import UserError, error_of, plural
 from nemo_kto.model_files.content_hashes import quick_hash
 from nemo_kto.records.run_record import ComparisonResult, is_run, record_comparison
@@ -22,16 +24,17 @@ from nemo_kto.tools.rounds.answers import WEIGHTS, Sampled, find_tasks, messages
 from nemo_kto.tools.rounds.judge import Scorer
 from nemo_kto.tools.rounds.labelling import Question
 from nemo_kto.tools.rounds.options import (
-    add_deciders,
+    decider_options,
+    drawing_options,
     judge_mistakes,
     make_judge,
     read_rubric,
     report_undecided,
     rubric_hash,
 )
-from nemo_kto.tools.rounds.sample_command import add_drawing, check_drawing, check_template, drawing_settings, write_answers
+from nemo_kto.tools.rounds.sample_command import check_drawing, check_template, drawing_settings, write_answers
 from nemo_kto.tools.rounds.win_rate import Comparison, WinRate, pair_answers, undecided_pairs, win_rate
-from nemo_kto.utils.text import interval_text, percent_text, terminal_line
+from nemo_kto.utils.text import aligned, interval_text, percent_text, terminal_line
 
 if TYPE_CHECKING:
     from nemo_kto.tools.inference.reward_model import RewardModel
@@ -45,15 +48,25 @@ as by nemo-kto sample, or its files of answers. The same command continues after
 --run names one, the report of that run shows the result.
 """
 _DESCRIBED = "a run or a model, as in nemo-kto chat, or a file of nemo-kto sample"
+_PROMPTS = "a file of prompts, as in nemo-kto sample; left out if MODEL and BASE are both files of answers"
+_REWARD = "a reward model in Hugging Face format (sequence classification with one output) with a chat template"
 Decided = Iterator[tuple[Question, tuple[float, float] | str]]  # scores of both answers, or why there are none
 Decider = Callable[[Sequence[Question]], Decided]
 
 
-def main(argv: Sequence[str]) -> None:
+@command("compare", _DESCRIPTION)
+@click.argument("folder", metavar="MODEL", help=_DESCRIBED)
+@click.argument("base", metavar="BASE", help=f"the other one: {_DESCRIBED}")
+@click.argument("prompts", required=False, metavar="PROMPTS", help=_PROMPTS)
+@click.option("--out", required=True, metavar="FILE", help="file of the decisions, as JSON lines")
+@click.option("--run", metavar="RUN", help="folder of the run whose report shows the result; by default MODEL, if it is one")
+@decider_options
+@click.option("--reward-model", metavar="MODEL", help=_REWARD)
+@drawing_options(count=1)
+def main(**options: Any) -> None:
     """Run the command; raise UserError for mistakes."""
-    parser = _parser()
-    flags = parser.parse_intermixed_args(list(argv))
-    if mistakes := [*_mistakes(flags, parser)]:
+    flags = SimpleNamespace(**options)
+    if mistakes := [*_mistakes(flags)]:
         raise UserError("\n  ".join(mistakes))
     by, decider = _check(flags)
     about = {"by": by}
@@ -71,12 +84,12 @@ def main(argv: Sequence[str]) -> None:
     _record(flags, ComparisonResult(base=names[1], by=by, **asdict(result)))
 
 
-def _models(flags: argparse.Namespace) -> dict[str, str]:
+def _models(flags: SimpleNamespace) -> dict[str, str]:
     """Return MODEL and BASE, except those that are files of answers."""
     return {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
 
 
-def _check(flags: argparse.Namespace) -> tuple[str, Decider]:
+def _check(flags: SimpleNamespace) -> tuple[str, Decider]:
     """Return name and function of the decider; UserError if it, a model or the run cannot be used."""
     deciders = list[tuple[str, Decider]]()
     checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags)), partial(_run_folder, flags)]
@@ -86,7 +99,7 @@ def _check(flags: argparse.Namespace) -> tuple[str, Decider]:
     return deciders[0]
 
 
-def _answers(flags: argparse.Namespace, file: RowFile, about: Mapping[str, object]) -> list[list[Sampled]]:
+def _answers(flags: SimpleNamespace, file: RowFile, about: Mapping[str, object]) -> list[list[Sampled]]:
     """Return the answers of MODEL and of BASE, of which those of models are drawn into files.
 
     Raises UserError before anything is drawn if prompts or earlier decisions do not fit.
@@ -113,7 +126,7 @@ def _decide(comparison: Comparison, decider: Decider) -> dict[str, str]:
     return undecided
 
 
-def _record(flags: argparse.Namespace, result: ComparisonResult) -> None:
+def _record(flags: SimpleNamespace, result: ComparisonResult) -> None:
     """Record the result in the run whose report shows it, and print which one that is."""
     if (folder := _run_folder(flags)) is None:
         print("  no report shows it, because MODEL is no run folder; --run names one")
@@ -126,7 +139,7 @@ def _record(flags: argparse.Namespace, result: ComparisonResult) -> None:
     print(terminal_line(f"  nemo-kto report {folder} shows it"))
 
 
-def _run_folder(flags: argparse.Namespace) -> Path | None:
+def _run_folder(flags: SimpleNamespace) -> Path | None:
     """Return the folder of the run whose report shows the result, None without one; UserError if --run names no run."""
     folder = Path(flags.folder if flags.run is None else flags.run).expanduser()
     if is_run(folder):
@@ -140,7 +153,7 @@ def _is_file(given: str) -> bool:
     return Path(given).expanduser().is_file()
 
 
-def _mistakes(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[str]:
+def _mistakes(flags: SimpleNamespace) -> Iterator[str]:
     """Yield the mistakes in options that do not fit each other."""
     ways = [f"--{name.replace('_', '-')}" for name in ("score", "judge", "reward_model") if getattr(flags, name) is not None]
     if len(ways) != 1:
@@ -155,13 +168,14 @@ def _mistakes(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> Ite
         if error := error_of(lambda: check_drawing(flags)):
             yield error
         return
+    defaults = {parameter.name: parameter.default for parameter in main.params if isinstance(parameter, click.Option)}
     for name, value in {"prompts": flags.prompts, **drawing_settings(flags)}.items():
-        if value != parser.get_default(name):
+        if value not in (None, defaults.get(name)):
             option = {"prompts": "PROMPTS", "count": "-n"}.get(name, f"--{name.replace('_', '-')}")
             yield f"{option} must be left out if MODEL and BASE are both files of answers, got {value}"
 
 
-def _decider(flags: argparse.Namespace) -> tuple[str, Decider]:
+def _decider(flags: SimpleNamespace) -> tuple[str, Decider]:
     """Return name and function of the decider; UserError if its function, server or model cannot be used."""
     if flags.score is not None:
         return f"score {flags.score}", Scorer(path=flags.score).votes
@@ -173,7 +187,7 @@ def _decider(flags: argparse.Namespace) -> tuple[str, Decider]:
     return f"reward-model {flags.reward_model}", partial(_by_reward_model, model)
 
 
-def _expected(name: str, given: str, flags: argparse.Namespace, drawing: Mapping[str, Any] | None) -> list[Sampled]:
+def _expected(name: str, given: str, flags: SimpleNamespace, drawing: Mapping[str, Any] | None) -> list[Sampled]:
     """Return the answers of a file, or those that a model is to give with its settings; UserError if its file has others."""
     if drawing is None:
         return read_answers(Path(given).expanduser())
@@ -183,7 +197,7 @@ def _expected(name: str, given: str, flags: argparse.Namespace, drawing: Mapping
     return planned_answers(prompts, model=given, settings=drawing)
 
 
-def _file_of(name: str, flags: argparse.Namespace) -> Path:
+def _file_of(name: str, flags: SimpleNamespace) -> Path:
     """Return the file beside --out for the answers of MODEL or BASE."""
     out = Path(flags.out)
     return out.with_name(f"{out.stem}_{name.lower()}.jsonl")
@@ -216,19 +230,3 @@ def _print(result: WinRate, names: Sequence[str], by: str) -> None:
         ["mean length", f"{own:,.0f} characters, {other:,.0f} of BASE"],
     ]
     print(terminal_line(f"{names[0]} against {names[1]}, by {by}"), *aligned(rows, indent="  "), sep="\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto compare", description=_DESCRIPTION)
-    parser.add_argument("folder", metavar="MODEL", help=_DESCRIBED)
-    parser.add_argument("base", metavar="BASE", help=f"the other one: {_DESCRIBED}")
-    prompts = "a file of prompts, as in nemo-kto sample; left out if MODEL and BASE are both files of answers"
-    parser.add_argument("prompts", nargs="?", metavar="PROMPTS", help=prompts)
-    parser.add_argument("--out", required=True, metavar="FILE", help="file of the decisions, as JSON lines")
-    run = "folder of the run whose report shows the result; by default MODEL, if it is one"
-    parser.add_argument("--run", metavar="RUN", help=run)
-    add_deciders(parser)
-    reward = "a reward model in Hugging Face format (sequence classification with one output) with a chat template"
-    parser.add_argument("--reward-model", metavar="MODEL", help=reward)
-    add_drawing(parser, count=1)
-    return parser

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from nemo_kto.cli import integer_from, number
+import click
+
+from nemo_kto.cli.command import command, integer_from, number
 from nemo_kto.errors import UserError, plural
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.inference.row_output import PERSON, open_rows
@@ -15,7 +17,7 @@ from nemo_kto.tools.rounds.answers import read_answers
 from nemo_kto.tools.rounds.judge import Judge, Scorer, Scores
 from nemo_kto.tools.rounds.labelling import Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.tools.rounds.options import (
-    add_deciders,
+    decider_options,
     judge_mistakes,
     make_judge,
     read_rubric,
@@ -29,11 +31,22 @@ Label answers that nemo-kto sample has written: on a page of this machine (--pag
 by a model (--judge). Each label is a row for training, and is on disk before the next question; the same command
 continues. Skipped questions come again at the next start.
 """
+_PAIRS = "which of two answers is better, shown in random order; with --score, the best against the worst"
+_PAGE = "label on a page of this machine, whose address is printed; the default"
+_FINITE = number("that is finite", lambda value: True)
 
 
-def main(argv: Sequence[str]) -> None:
+@command("label", _DESCRIPTION)
+@click.argument("answers", metavar="ANSWERS", help="a file of nemo-kto sample")
+@click.option("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
+@click.option("--pairs", is_flag=True, help=_PAIRS)
+@click.option("--page", is_flag=True, help=_PAGE)
+@decider_options
+@click.option("--threshold", type=_FINITE, metavar="X", help="an answer with a score of at least X is good")
+@click.option("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
+def main(**options: Any) -> None:
     """Run the command; raise UserError for mistakes."""
-    flags = _parser().parse_args(list(argv))
+    flags = SimpleNamespace(**options)
     _check(flags)
     answers = read_answers(Path(flags.answers))
     scores = None if flags.score is None else Scorer(path=flags.score).scores(answers)
@@ -104,7 +117,7 @@ def _label_on_page(labelling: Labelling) -> None:
             server.serve_forever()
 
 
-def _check(flags: argparse.Namespace) -> None:
+def _check(flags: SimpleNamespace) -> None:
     """Raise UserError with all options that do not fit each other."""
     ways = [f"--{name}" for name in ("page", "score", "judge") if getattr(flags, name) not in (None, False)]
     mistakes = [*judge_mistakes(flags)]
@@ -117,19 +130,3 @@ def _check(flags: argparse.Namespace) -> None:
         mistakes.append(f"{text}, got {flags.threshold:g}; leave it out")
     if mistakes:
         raise UserError("\n  ".join(mistakes))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto label", description=_DESCRIPTION)
-    parser.add_argument("answers", metavar="ANSWERS", help="a file of nemo-kto sample")
-    parser.add_argument("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
-    pairs = "which of two answers is better, shown in random order; with --score, the best against the worst"
-    parser.add_argument("--pairs", action="store_true", help=pairs)
-    parser.add_argument(
-        "--page", action="store_true", help="label on a page of this machine, whose address is printed (default)"
-    )
-    add_deciders(parser)
-    threshold = number("that is finite", lambda value: True)
-    parser.add_argument("--threshold", type=threshold, metavar="X", help="an answer with a score of at least X is good")
-    parser.add_argument("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
-    return parser

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.cli import integer_from
+import click
+
+from nemo_kto.cli.command import command
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.model_files.content_hashes import quick_hash
@@ -18,29 +20,38 @@ from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.tools.inference.named_models import base_of_adapters, find_model, load_models
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.inference.sampling import Sampling, check_sampling
-from nemo_kto.tools.inference.sampling_options import add_sampling
 from nemo_kto.tools.rounds.answers import WEIGHTS, Task, find_tasks, text_of
-from nemo_kto.tools.rounds.options import add_server, make_endpoint, server_mistakes
+from nemo_kto.tools.rounds.options import DRAWING, drawing_options, make_endpoint, server_mistakes, server_options
 from nemo_kto.utils.text import print_error, terminal_line
 
 if TYPE_CHECKING:
     from nemo_kto.tools.rounds.endpoint import Endpoint
 
-_COUNT, _LENGTH, _TEMPERATURE, _SEED = 4, 512, 1.0, 0
-_ALL: Mapping[str, Any] = {"top_p": 1.0, "top_k": 0}  # draws from all tokens, whatever the model's own settings are
-_DRAWING = ("count", "max_new_tokens", "temperature", *_ALL, "seed", "system")
 _DESCRIPTION = """\
 Write answers of a model to the prompts of a file, a line for each answer. The same command continues after it was killed,
 with the answers that it would have drawn. With --endpoint a server with OpenAI's interface answers (vLLM, SGLang), which
 gets the key in OPENAI_API_KEY; RUN|MODEL is then left out.
 """
+_PROMPTS = 'a text (.txt) with a prompt in each line, or a data file with "prompt" or "messages"'
+_DRAWING = ("count", *DRAWING, "system")
 # answers, reasons of their ends and settings that were left out, or why there is none
 Drawn = tuple[Task, Sequence[tuple[Any, ...]] | UserError]
 
 
-def main(argv: Sequence[str]) -> None:
+@command("sample", _DESCRIPTION)
+@click.argument("folder", required=False, metavar="RUN|MODEL", help="a run or a model, as in nemo-kto chat")
+@click.argument("prompts", required=False, metavar="PROMPTS", help=_PROMPTS)
+@click.option("--out", required=True, metavar="FILE", help="file of the answers, as JSON lines")
+@drawing_options(count=4)
+@click.option("--endpoint", metavar="URL", help="ask this server, such as http://localhost:8000")
+@server_options
+def main(**options: Any) -> None:
     """Run the command; raise UserError for mistakes, or, after all other answers, for prompts that have none."""
-    flags = _parser().parse_intermixed_args(list(argv))
+    flags = SimpleNamespace(**options)
+    if flags.prompts is None:  # the only word
+        flags.folder, flags.prompts = None, flags.folder
+    if flags.prompts is None:
+        raise UserError("PROMPTS must be given, got none; name a text with a prompt in each line, or a data file")
     check_sampling(flags)
     if (flags.folder is None) == (flags.endpoint is None):
         got = "neither" if flags.folder is None else f"{flags.folder} and {flags.endpoint}"
@@ -153,35 +164,12 @@ def _seed(*parts: int) -> int:
     return zlib.crc32(repr(parts).encode())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto sample", description=_DESCRIPTION)
-    parser.add_argument("folder", nargs="?", metavar="RUN|MODEL", help="a run or a model, as in nemo-kto chat")
-    prompts = 'a text (.txt) with a prompt in each line, or a data file with "prompt" or "messages"'
-    parser.add_argument("prompts", metavar="PROMPTS", help=prompts)
-    parser.add_argument("--out", required=True, metavar="FILE", help="file of the answers, as JSON lines")
-    add_drawing(parser, count=_COUNT)
-    parser.add_argument("--endpoint", metavar="URL", help="ask this server, such as http://localhost:8000")
-    add_server(parser)
-    return parser
-
-
-def add_drawing(parser: argparse.ArgumentParser, *, count: int) -> None:
-    """Add the options with which answers are drawn; ``count``: the default of their number."""
-    answers = f"answers to each prompt ({count})"
-    parser.add_argument("-n", dest="count", type=integer_from(1), default=count, metavar="N", help=answers)
-    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
-    temperature = f"0 takes the most probable token ({_TEMPERATURE:g})"
-    length, seed = f"maximum length of an answer ({_LENGTH})", f"answers with another seed differ ({_SEED})"
-    add_sampling(parser, length=length, temperature=temperature, seed=seed)
-    parser.set_defaults(max_new_tokens=_LENGTH, temperature=_TEMPERATURE, seed=_SEED, **_ALL)
-
-
-def drawing_settings(flags: argparse.Namespace) -> dict[str, Any]:
+def drawing_settings(flags: SimpleNamespace) -> dict[str, Any]:
     """Return the values of these options, which each answer of a file records."""
     return {name: getattr(flags, name) for name in _DRAWING}
 
 
-def check_drawing(flags: argparse.Namespace) -> None:
+def check_drawing(flags: SimpleNamespace) -> None:
     """Raise UserError if these options contradict each other."""
     refuse_broken("--system", flags.system or "")
     if flags.temperature == 0 and flags.count > 1:

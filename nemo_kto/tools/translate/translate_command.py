@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import click
+
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import integer_from
+from nemo_kto.cli.command import File, WordChoice, algorithm_choice, command, integer_from
 from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
 from nemo_kto.config.checker import SHORT, find_mistakes, read_positions
@@ -24,17 +25,26 @@ Print the command of this program for a configuration of TRL or ms-swift: a YAML
 command line, or a Python program that uses TRL, which is not run. The command also sets the defaults of the other trainer.
 Options without a counterpart are listed with the reason, as comments.
 """
+_TRAINER, _ALGORITHM = WordChoice(list(table()["trainers"])), algorithm_choice()
 
 
-def main(argv: Sequence[str]) -> None:
+@command("translate", _DESCRIPTION)
+@click.argument("file", type=File(), help="YAML or JSON file, shell script, or Python program")
+@click.option(
+    "--trainer", type=_TRAINER, metavar="|".join(_TRAINER.choices), help="trainer of the file; found by its options"
+)
+@click.option(
+    "--algorithm", type=_ALGORITHM, metavar="|".join(_ALGORITHM.choices), help="algorithm, if the options do not name it"
+)
+@click.option("--ranks", type=integer_from(1), metavar="N", help="GPUs of the other trainer's run (1)")
+def main(file: Path, trainer: str | None, algorithm: str | None, ranks: int | None) -> None:
     """Run the command; raise UserError if the file cannot be translated."""
-    flags = _parser().parse_args(list(argv))
-    given = read_options(flags.file)
-    values = given.values | ({} if flags.ranks is None else {"nproc_per_node": flags.ranks})
-    trainer, recipe = flags.trainer or given.trainer, RECIPES.get(flags.algorithm or "")
+    given = read_options(file)
+    values = given.values | ({} if ranks is None else {"nproc_per_node": ranks})
+    trainer, recipe = trainer or given.trainer, RECIPES.get(algorithm or "")
     found = translate(values, trainer=trainer, method=given.method, recipe=recipe)
     found = found._replace(without=given.without | found.without, notes=[*given.notes, *found.notes])
-    print(f"{shell_comment(f'{flags.file}, of {found.trainer}')}\n{found.command()}")
+    print(f"{shell_comment(f'{file}, of {found.trainer}')}\n{found.command()}")
     comments = [*found.remarks(), *(f"to be corrected: {error}" for error in remaining_errors(found))]
     if comments:
         print("\n" + "\n".join(map(shell_comment, comments)))
@@ -65,12 +75,3 @@ def refuse_options(job: Job, others: Sequence[str], words: Sequence[str]) -> NoR
     remarks = "".join(f"\n  {line}" for line in found.remarks())
     title = f"the options of {found.trainer}" if options else "the options"
     refuse_mistakes(errors, job.world, remedy=f"{title} as keys:\n\n{found.command(given)}\n{remarks}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto translate", description=_DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", type=Path, help="YAML or JSON file, shell script, or Python program")
-    parser.add_argument("--trainer", choices=list(table()["trainers"]), help="trainer of the file; found by its options")
-    parser.add_argument("--algorithm", choices=list(RECIPES), help="algorithm, if the options do not name it")
-    parser.add_argument("--ranks", type=integer_from(1), metavar="N", help="GPUs of the other trainer's run (1)")
-    return parser

@@ -20,6 +20,7 @@ COMMANDS = [
     ["trian"],
     ["data", "check", "rows.jsonl"],
     ["import", "missing.nemo", "out"],
+    ["checkpoint", "ls", "run"],
     ["label", "answers.jsonl", "--out", "thumbs.jsonl", "--score", "os.path.samefile"],
     ["check", "--help"],
     ["translate", "swift.yaml"],
@@ -32,7 +33,7 @@ COMMANDS = [
 ]
 PROGRAM = """
 import contextlib, io, json, sys
-from nemo_kto.cli.entry import main
+from nemo_kto.cli.main import main
 
 HEAVY = {"torch", "megatron", "transformers", "lightning_fabric", "pytorch_lightning", "datasets", "pyarrow", "scipy"}
 report = []
@@ -62,14 +63,15 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Pa
     with locked(tmp_path / "run/.lock", when_held=lambda who: None):
         done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     report = json.loads(done.stdout)
-    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 2, 2, 0, 0, 0, 2, 2, 2, 2, 2]
+    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 2, 2, 2, 0, 0, 0, 2, 2, 2, 2, 2]
     said = [text for _, text, *_ in report]
     expected = [
         "nemo-kto 0.",
-        "nemo-kto export",
+        "Write a checkpoint in Hugging Face format",
         "got trian",
         "3 desirable",
         "got missing.nemo",
+        "got none in run/checkpoints",
         "FileNotFoundError",
         "--nodes N",
         "model.data.data_prefix=rows.jsonl",
@@ -82,5 +84,5 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Pa
     in_use = Message("nemo-kto", "run must", "one run at a time", str(os.getpid()), "wait", "exp_manager.name")
     assert [text.strip() for text in said[len(expected) :]] == [in_use, in_use]
     assert [heavy for _, _, heavy, *_ in report] == [[]] * len(COMMANDS)
-    assert [hydra for *_, hydra, _ in report] == [False] * 6 + [True] * 8
+    assert [hydra for *_, hydra, _ in report] == [False] * 7 + [True] * 8
     assert max(count for *_, count in report) < MAX_MODULES

@@ -14,7 +14,7 @@ from nemo_kto.algorithms.duration import BestValidation, EarlyStopping
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.checkpoint.sharded_weights import adapters_in
-from nemo_kto.cli.checkpoint_command import main
+from nemo_kto.cli.checkpoint_command import ls, verify
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import (
     Checkpoint,
@@ -99,8 +99,8 @@ def use(found: Checkpoint) -> None:
     with read_errors(found.folder / "trainer.json"):
         run = Run(rows=20, batch=BATCH, early_stopping=stopping, best_validation=best)
         run.trainer.load_state_dict(found.info["trainer"])
-    main(["ls", str(found.folder.parent.parent)])
-    main(["verify", str(found.folder)])
+    ls([str(found.folder.parent.parent)])
+    verify([str(found.folder)])
 
 
 def errors_of(checkpoint: Path) -> str | None:

@@ -26,7 +26,7 @@ from nemo_kto.memory.run_plan import make_plan, place_reference
 from nemo_kto.tools.plan import layouts
 from nemo_kto.tools.plan import plan_command as plan
 from nemo_kto.tools.plan.shortage import _counts
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, raises
 from tests.helpers.outputs import assert_output
 from tests.helpers.published_models import CONFIGS
 from tests.unit.conftest import Load
@@ -214,11 +214,9 @@ def test_all_errors_of_a_plan(argv: list[str], expected: list[str]) -> None:
         (["--gpus", "0"], Message("--gpus", "integer", "1", "0")),
     ],
 )
-def test_invalid_options_of_plan(argv: list[str], expected: Message, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_invalid_options_of_plan(argv: list[str], expected: Message) -> None:
+    with raises(UserError, expected):
         plan.main(["kto", MODEL, *argv])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(
