@@ -28,6 +28,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.hf_weights import check_weights
 from nemo_kto.run.policy import Policy, export_checkpoint
 from nemo_kto.tools.inference.session import ChatModel
+from tests.families import IMAGES
 from tests.helpers import hf_jobs, hf_models, lora_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import assert_names, raises
@@ -139,7 +140,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
 
 
 def test_there_is_a_model_of_each_kind() -> None:
-    configs = [make() for make in hf_models.MULTIMODAL.values()]
+    configs = [model.config() for model in IMAGES.values()]
     found = {(config.model_type, config.text_config.model_type) for config in configs}
     assert found == {(family.name, family.text_type) for family in MULTIMODAL}
 
@@ -177,7 +178,7 @@ def test_text_is_trained_and_the_rest_copied(case: str, ranks: Any, folders: Any
 
 
 def test_images_give_the_same_logits_until_the_text_is_trained(ranks: Any, folders: Any, tmp_path: Path) -> None:
-    names = [*hf_models.MULTIMODAL]
+    names = [*IMAGES]
     ranks.run(1, hf_jobs.check_models, Layout(), folders.of(names), tmp_path)
     for name in names:
         models = [hf_models.load(folder) for folder in (folders[name], tmp_path / name)]
