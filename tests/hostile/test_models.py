@@ -257,6 +257,10 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
         Message(f"{MIXER}.in_proj.weight", "[52, 8]", "[48, 8]", f"{MIXER}.conv1d.bias", "[32]", "[28]")),
     "a Granite with biases in Mamba-2": (
         granite(config(mamba_proj_bias=True)), Message("mamba_proj_bias", "false", "true", "choose")),
+    "heads of a Granite that are no multiple of their groups": (
+        granite(config(mamba_n_groups=3)), Message("mamba_n_heads", "mamba_n_groups", "4", "3", "correct")),
+    "a Nemotron whose experts have a smaller width than the layers": (
+        nemotron(config(moe_latent_size=64)), Message("moe_latent_size", "null", "64", "choose")),
     "a Granite with another layer": (
         granite(config(layer_types=["mamba", "conv"])), Message("config.json", "linear_attention", "conv")),
     "a Granite whose heads do not fit": (granite(config(mamba_d_head=5)), Message("config.json", "transformers", "correct")),

@@ -28,23 +28,11 @@ from nemo_kto.huggingface.peft import export_adapter, load_adapter, read_adapter
 from tests import families
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.messages import Message, raises
+from tests.parity.test_huggingface import LAYOUTS
 
-LAYOUTS = {
-    "dense": {
-        "tp1": (1, Layout()),
-        "tp2": (2, Layout(tensor=2)),
-        "tp4": (4, Layout(tensor=4)),
-        "pp2": (2, Layout(pipeline=2)),
-        "tp2-pp2": (4, Layout(tensor=2, pipeline=2)),
-        "tp2-pp2-sp": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
-    },
-    "mixtures": {
-        "one": (1, Layout()),
-        "ep2": (2, Layout(expert=2)),
-        "tp2-ep2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
-        "tp2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert_tensor=1)),
-        "pp2-ep2": (4, Layout(pipeline=2, expert=2)),
-    },
+NAMES_OF_LAYOUTS = {
+    "dense": ("tp1", "tp2", "tp4", "pp2", "tp2-pp2", "tp2-pp2-sp"),
+    "mixtures": ("one", "ep2", "tp2-ep2-whole-experts", "tp2-whole-experts", "pp2-ep2"),
 }
 SETTINGS = {
     kind: {name: model.lora for name, model in models.items() if model.lora is not None}
@@ -57,7 +45,7 @@ QUICK = {
 CASES = [pytest.param((*case, names), id=f"{'-'.join(case)}-quick") for case, names in QUICK.items()]
 CASES += [
     pytest.param((kind, name, tuple(SETTINGS[kind])), id=f"{kind}-{name}", marks=pytest.mark.full)
-    for kind, layouts in LAYOUTS.items()
+    for kind, layouts in NAMES_OF_LAYOUTS.items()
     for name in layouts
 ]
 Folders = hf_models.LazyFolders
