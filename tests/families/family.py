@@ -53,7 +53,9 @@ def mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 def adapters(*modules: str, rank: int = 2, alpha: float = 4, **more: Any) -> LoRASettings:
     """Adapters of these modules; of the default ones if none is named."""
-    return LoRASettings(rank=rank, alpha=alpha, **({"target_modules": modules} if modules else {}), **more)
+    if modules:
+        more["target_modules"] = modules
+    return LoRASettings(rank=rank, alpha=alpha, **more)
 
 
 def adapters_of_all(architecture: str) -> LoRASettings:

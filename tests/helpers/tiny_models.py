@@ -67,7 +67,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
     """
     from tests.families import TINY
 
-    return _write_checkpoint(folder, family, seed=seed, dtype=dtype, **TINY[family] | changes)
+    return _write_checkpoint(folder, family, seed=seed, dtype=dtype, **{**TINY[family], **changes})
 
 
 def _write_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:

@@ -136,7 +136,7 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
 @pytest.fixture(scope="module")
 def wide_model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
     wide = {"hidden_size": 256, "intermediate_size": 640}
-    return lambda family: tiny_checkpoint(family, **(wide | WIDE.get(family, {})))
+    return lambda family: tiny_checkpoint(family, **{**wide, **WIDE.get(family, {})})
 
 
 ALL, QUERIES = adapters("all", rank=4), adapters(rank=8, alpha=8)
