@@ -133,12 +133,6 @@ def deep_llama(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen2(tiny_checkpoint: Callable[..., Path]) -> Path:
-    """Folder of a qwen2 of random weights: tied embeddings, biases on q, k and v."""
-    return tiny_checkpoint("qwen2")
-
-
-@pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with only the byte-level ChatML tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.architecture.families import FAMILIES
+from tests.families import MODELS
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "nemo_kto"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FILES = 600, 59, 12
@@ -512,3 +515,29 @@ def test_the_deliberate_faults_apply_to_the_code_as_it_is() -> None:
     stale = [each["name"] for each in mutants if (REPOSITORY / each["file"]).read_text().count(each["text"]) != 1]
     assert len(mutants) > 100
     assert stale == []
+
+
+# Families that tests choose for a trait, or as any model. The others are in no test but the matrices over all families.
+SAMPLES = names(
+    "deepseek_v3 gemma2 gemma3_text glm4 glm4_moe gpt_oss granitemoehybrid llama llama4_text ministral3 mistral mixtral "
+    "nemotron_h olmo2 phi3 qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next smollm3"
+)
+
+
+def test_a_family_is_one_source_file_and_one_file_of_tests() -> None:
+    """Generated docs, data, and tests of single fields of config.json (tests/unit/architecture) do not count."""
+    texts = {
+        str(file.relative_to(REPOSITORY)): file.read_text(encoding="utf-8")
+        for folder in ("nemo_kto", "tests")
+        for file in (REPOSITORY / folder).rglob("*.py")
+        if not file.is_relative_to(REPOSITORY / "tests/unit/architecture") and file != Path(__file__)
+    }
+    for family in FAMILIES.values():
+        own = {name for name, model in MODELS.items() if model.model_type == family.name}
+        assert own, f"{family.name}: add a model to tests/families"
+        if family.name in SAMPLES:
+            continue
+        quoted = {f'"{name}"' for name in (*own, family.name, family.hf_architecture)}
+        found = sorted(file for file, text in texts.items() if any(name in text for name in quoted))
+        folders = [file.rpartition("/")[0] for file in found]
+        assert folders == ["nemo_kto/architecture/families", "tests/families"], f"{family.name} is named in {found}"

@@ -18,7 +18,8 @@ from transformers import AutoConfig
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.families import ALIASES
 from nemo_kto.errors import UserError
-from tests.helpers.hf_models import MULTIMODAL, auto_class
+from tests.families import IMAGES
+from tests.helpers.hf_models import auto_class
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "published_configs"
 COUNTS = FOLDER.parent / "published_parameters.json"
@@ -37,12 +38,8 @@ _SIZES = {
     "rotary_dim": 8, "num_hidden_layers": LAYERS,
 }  # fmt: skip
 _AT_MOST = {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "floor_scale": 6}
-# ``model_type`` -> the model of hf_models.py with a small vision tower of the same kind.
-_TOWERS = {
-    "gemma3": "gemma3-vision", "mistral3": "mistral3", "kimi_k25": "kimi-k2.5", "llama4": "llama4-vision",
-    "qwen2_5_vl": "qwen2.5-vl", "qwen3_vl": "qwen3-vl", "qwen3_vl_moe": "qwen3-vl-moe", "qwen3_5": "qwen3.5",
-    "qwen3_5_moe": "qwen3.5-moe",
-}  # fmt: skip
+# ``model_type`` -> a tiny model with a vision tower of the same kind
+_TOWERS = {model.model_type: model for model in IMAGES.values()}
 _OF_LAYERS = ("layer_types", "no_rope_layers", "hybrid_override_pattern", "mlp_layer_types")
 
 
@@ -73,7 +70,7 @@ def small(name: str) -> dict[str, Any]:
     text = _small(dict(config["text_config"] if wrapped else config))
     whole = {**config, "text_config": text} if wrapped else text
     if "vision_config" in whole:
-        whole["vision_config"] = MULTIMODAL[_TOWERS[whole["model_type"]]]().vision_config.to_dict()
+        whole["vision_config"] = _TOWERS[whole["model_type"]].config().vision_config.to_dict()
         whole |= {name: 32 for name in ("projection_hidden_size", "vt_hidden_size") if name in config}
     return {name: value for name, value in whole.items() if name != "quantization_config"}
 

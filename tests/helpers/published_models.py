@@ -1,40 +1,38 @@
-"""config.json of published models, without the fields that the architecture does not depend on."""
+"""config.json of published models that tests plan: files of tests/data/published_configs, and changes of them."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
-}  # fmt: skip
+_FOLDER = Path(__file__).resolve().parents[1] / "data" / "published_configs"
+_FILES = {
+    "Llama-3.1-8B": "meta-llama--Meta-Llama-3.1-8B",
+    "Llama-3.1-70B": "meta-llama--Meta-Llama-3.1-70B",
+    "Llama-3.1-405B": "meta-llama--Meta-Llama-3.1-405B",
+    "Qwen3-30B-A3B": "Qwen--Qwen3-30B-A3B",
+    "GLM-4.5-Air": "zai-org--GLM-4.5-Air",
+    "gemma-3-27b-it": "google--gemma-3-27b-it",
+    "DeepSeek-V3": "deepseek-ai--DeepSeek-V3",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+}
+
+
+def _without_quantization(name: str) -> dict[str, Any]:
+    config = json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return {field: value for field, value in config.items() if field != "quantization_config"}
+
+
+_PUBLISHED = {name: _without_quantization(file) for name, file in _FILES.items()}
+_LLAMA2 = {"vocab_size": 32000, "rope_scaling": None}
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
 }  # fmt: skip
-_QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": 128,
-    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B": _LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    },
-    "Llama-3.1-70B": _LLAMA | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-    },
-    "Llama-3.1-405B": _LLAMA | {
-        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
-    },
-    "Llama-2-7B": _LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 32000,
-    },
-    "Llama-2-70B": _LLAMA | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "vocab_size": 32000,
-    },
+CONFIGS: dict[str, dict[str, Any]] = _PUBLISHED | {
+    "Llama-2-7B": _PUBLISHED["Llama-3.1-8B"] | _LLAMA2 | {"intermediate_size": 11008, "num_key_value_heads": 32},
+    "Llama-2-70B": _PUBLISHED["Llama-3.1-70B"] | _LLAMA2,
     "Qwen2.5-7B": _QWEN2 | {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4,
@@ -49,11 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "tie_word_embeddings": False,
     },
-    "Qwen3-30B-A3B": _QWEN3_MOE | {
-        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-    },
-    "Qwen3-235B-A22B": _QWEN3_MOE | {
+    "Qwen3-235B-A22B": _PUBLISHED["Qwen3-30B-A3B"] | {
         "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
         "num_attention_heads": 64,
     },
@@ -67,35 +61,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "truncate": False,
         },
     },
-    "GLM-4.5-Air": {
-        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096,
-        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
-        "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5,
-        "num_nextn_predict_layers": 1, "vocab_size": 151552, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6, "tie_word_embeddings": False,
-    },
-    "gemma-3-27b-it": {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {
-            "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
-            "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
-            "sliding_window": 1024, "vocab_size": 262208, "max_position_embeddings": 131072,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        },
-    },
-    "DeepSeek-V3": {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
-        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-        "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-        "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
-        "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-        "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
-        "tie_word_embeddings": False, "rope_scaling": {
-            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn",
-            "original_max_position_embeddings": 4096,
-        },
-    },
     "granite-4.0-h-small": {
         "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 4096,
         "num_hidden_layers": 40, "layer_types": [("mamba", "attention")[layer % 10 == 5] for layer in range(40)],
@@ -104,15 +69,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "position_embedding_type": "nope", "vocab_size": 100352,
         "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16,
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 10000, "tie_word_embeddings": True,
-    },
-    "NVIDIA-Nemotron-3-Nano-30B-A3B": {
-        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688,
-        "num_hidden_layers": 52, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 1856,
-        "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
-        "mlp_hidden_act": "relu2", "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
-        "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-5, "time_step_limit": [0.0, 100.0], "vocab_size": 131072,
-        "max_position_embeddings": 262144, "tie_word_embeddings": False,
     },
 }  # fmt: skip

@@ -34,79 +34,6 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.08,
     "rope_theta": 100000.0,
 }
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
-}  # fmt: skip
-_ROUTED: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
-}  # fmt: skip
-_LATENT: dict[str, Any] = {  # values narrower than keys
-    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}  # fmt: skip
-_LLAMA4: dict[str, Any] = {
-    "intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 8, "moe_layers": [0, 2, 3],
-    "no_rope_layers": [1, 1, 0, 1], "attention_chunk_size": 12, "floor_scale": 6, "attn_scale": 0.3,
-}  # fmt: skip
-_MINISTRAL3: dict[str, Any] = {
-    "rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 10,
-    "llama_4_scaling_beta": 0.5,
-}  # fmt: skip
-_DELTA_NET: dict[str, Any] = {  # three value heads for each of two key heads
-    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8, "full_attention_interval": 2,
-}  # fmt: skip
-_MAMBA: dict[str, Any] = {  # three heads in each of two groups; time steps of 0.3 and more, which no limit changes
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "head_dim": 16,
-    "moe_shared_expert_intermediate_size": 48, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2,
-    "ssm_state_size": 12, "time_step_min": 1e-30, "time_step_max": 1.0, "time_step_floor": 0.3,
-}  # fmt: skip
-_GRANITE_HYBRID: dict[str, Any] = {  # three heads in each of two groups; attention without RoPE in one layer
-    "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_head": "auto", "mamba_expand": 3,
-    "mamba_n_groups": 2, "mamba_d_state": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32,
-    "shared_intermediate_size": 48,
-}  # fmt: skip
-_FACTORS: dict[str, Any] = {
-    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
-}  # fmt: skip
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"tie_word_embeddings": False, **_ROUTED, **_LATENT},
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
-    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 1.0},
-    "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.5},
-    "ernie4_5": {"tie_word_embeddings": False, "head_dim": 16, "use_bias": True},
-    "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "glm4": {"tie_word_embeddings": False, "head_dim": 16, "attention_bias": True},
-    "glm4_moe": {"head_dim": 16, "use_qk_norm": True, **_ROUTED},
-    "granite": _FACTORS,
-    "granitemoehybrid": {**_FACTORS, **_GRANITE_HYBRID},
-    "hunyuan_v1_dense": {"tie_word_embeddings": False, "head_dim": 16, "eod_token_id": None},
-    "hunyuan_v1_moe": {"head_dim": 16, "eod_token_id": None, "num_experts": 8, "moe_topk": 3},
-    "llama": {"tie_word_embeddings": False},
-    "ministral3": {"tie_word_embeddings": False, "head_dim": 16, "rope_parameters": _MINISTRAL3},
-    "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_LLAMA4},
-    "mistral": {"tie_word_embeddings": False, "sliding_window": None},
-    "nemotron_h": {"tie_word_embeddings": False, **_ROUTED, **_MAMBA},
-    "olmo2": {"tie_word_embeddings": False},
-    "phi3": {"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
-    "qwen3_5_text": {"tie_word_embeddings": True, **_DELTA_NET},
-    "qwen3_next": {
-        "tie_word_embeddings": False,
-        **_DELTA_NET,
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 48,
-        "mlp_only_layers": [],
-    },
-    "seed_oss": {"tie_word_embeddings": False, "head_dim": 16},
-    "smollm3": {"tie_word_embeddings": True},
-    "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
-    "qwen2_moe": {"tie_word_embeddings": False, "shared_expert_intermediate_size": 48, **_EXPERTS},
-    "qwen3_moe": {"tie_word_embeddings": True, "head_dim": 16, **_EXPERTS},
-}
 
 
 def make_tokenizer() -> Any:
@@ -130,7 +57,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: a ``model_type`` of the table above.
+        family: a ``model_type`` of tests/families.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.
@@ -138,13 +65,18 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
     Returns:
         The folder.
     """
+    from tests.families import TINY
+
+    return _write_checkpoint(folder, family, seed=seed, dtype=dtype, **{**TINY[family], **changes})
+
+
+def _write_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
     import torch
     import transformers
 
     tokenizer = make_tokenizer()
     settings = {
         **_COMMON,
-        **_FAMILIES[family],
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -266,7 +198,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    make_checkpoint(folder / "model", "llama")
+    _write_checkpoint(folder / "model", "llama")  # also where this file is alone
     write_rows(folder / "kto.jsonl", make_rows(8))
     write_rows(folder / "dpo.jsonl", make_pairs(8))
 

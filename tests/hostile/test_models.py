@@ -68,54 +68,39 @@ AT_START: dict[str, tuple[Break, Message]] = {
     # which model
     "another family": (
         config(architectures=["GPT2LMHeadModel"]),
-        Message("architecture must be one of", "docs/reference/supported.md", "GPT2LMHeadModel", "choose"),
-    ),
+        Message("architecture must be one of", "docs/reference/supported.md", "GPT2LMHeadModel", "choose")),
     "a newer model of a known family": (
         config(architectures=["Qwen4NextForCausalLM"], model_type="qwen4_next", linear_num_value_heads=32),
-        Message("Qwen4NextForCausalLM", "not supported", "linear attention", "supported.md", "choose"),
-    ),
+        Message("Qwen4NextForCausalLM", "not supported", "linear attention", "supported.md", "choose")),
     "keys that an indexer chooses": (
         config(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", index_topk=2048, kv_lora_rank=512),
-        Message("deepseek_v32", "not supported", "indexer", "loss of its own", "supported.md"),
-    ),
+        Message("deepseek_v32", "not supported", "indexer", "loss of its own", "supported.md")),
     "GLM 5": (
         config(architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa", index_topk=2048),
-        Message("glm_moe_dsa", "indexer", "loss of its own", "supported.md"),
-    ),
+        Message("glm_moe_dsa", "indexer", "loss of its own", "supported.md")),
     "hyper-connections": (
         config(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", hc_mult=4, index_topk=512),
-        Message("deepseek_v4", "hyper-connections", "indexer", "supported.md"),
-    ),
+        Message("deepseek_v4", "hyper-connections", "indexer", "supported.md")),
     "a part of odd size that rotates": (
         config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", qk_rope_head_dim=5),
-        Message("qk_rope_head_dim", "even", "5", "correct"),
-    ),
+        Message("qk_rope_head_dim", "even", "5", "correct")),
     "an encoder-decoder model": (
         config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),
-        Message("t5", "trained", "prompt", "choose"),
-    ),
+        Message("t5", "trained", "prompt", "choose")),
     "a Llama 4 of several experts a token": (
         config(architectures=["Llama4ForCausalLM"], model_type="llama4_text", num_experts_per_tok=2),
-        Message("num_experts_per_tok", "1", "llama4_text", "2", "choose"),
-    ),
+        Message("num_experts_per_tok", "1", "llama4_text", "2", "choose")),
     "a model of images of no known family": (
         config(architectures=["LlavaForConditionalGeneration"], model_type="llava", vision_config={}),
-        Message("llava", "images", "choose", "docs/reference/supported.md"),
-    ),
+        Message("llava", "images", "choose", "docs/reference/supported.md")),
     "architectures are lists": (config(architectures=[["x"]]), Message("list", "strings", "[['x']]")),
     "model_type of another": (
-        config(model_type="qwen2"),
-        Message("model_type", "llama", "LlamaForCausalLM", "qwen2", "correct"),
-    ),
+        config(model_type="qwen2"), Message("model_type", "llama", "LlamaForCausalLM", "qwen2", "correct")),
     "quantized with GPTQ": (
-        config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        Message("quant_method", "gptq", "start"),
-    ),
+        config(quantization_config={"quant_method": "gptq", "bits": 4}), Message("quant_method", "gptq", "start")),
     "another activation": (config(hidden_act="gelu"), Message("hidden_act", "silu", "gelu", "choose")),
     "tokens that see what comes after them": (
-        config(use_bidirectional_attention=True),
-        Message("use_bidirectional_attention", "false", "true", "choose"),
-    ),
+        config(use_bidirectional_attention=True), Message("use_bidirectional_attention", "false", "true", "choose")),
     # sizes
     **{
         f"{name} is {value!r}": (config(**{name: value}), Message(f"{name}", "integer", "1"))
@@ -128,13 +113,9 @@ AT_START: dict[str, tuple[Break, Message]] = {
         for value in (0, True)
     },
     "heads and groups": (
-        config(num_key_value_heads=3),
-        Message("num_attention_heads", "num_key_value_heads", "2", "3", "correct"),
-    ),
+        config(num_key_value_heads=3), Message("num_attention_heads", "num_key_value_heads", "2", "3", "correct")),
     "tie_word_embeddings is a string": (
-        config(tie_word_embeddings="yes"),
-        Message("tie_word_embeddings", "true", "false", "yes"),
-    ),
+        config(tie_word_embeddings="yes"), Message("tie_word_embeddings", "true", "false", "yes")),
     "several fields": (
         config(hidden_size="8", vocab_size=0, rope_theta="x"),
         Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "float", "x",
@@ -143,20 +124,15 @@ AT_START: dict[str, tuple[Break, Message]] = {
     # Mamba-2
     "a pattern of fewer layers": (
         nemotron(config(hybrid_override_pattern="M*")),
-        Message("hybrid_override_pattern", "3 layers", "num_hidden_layers", "2", "correct"),
-    ),
+        Message("hybrid_override_pattern", "3 layers", "num_hidden_layers", "2", "correct")),
     "a pattern with another letter": (
-        nemotron(config(hybrid_override_pattern="M*X")),
-        Message("hybrid_override_pattern", "M, *, -, E", "X", "choose"),
-    ),
+        nemotron(config(hybrid_override_pattern="M*X")), Message("hybrid_override_pattern", "M, *, -, E", "X", "choose")),
     "no pattern": (
         nemotron(config(hybrid_override_pattern=GONE)),
-        Message("hybrid_override_pattern", "layers_block_type", "kind", "neither", "add"),
-    ),
+        Message("hybrid_override_pattern", "layers_block_type", "kind", "neither", "add")),
     "a kind of layers that is not there": (
         nemotron(config(layers_block_type=["mamba", "attention", "x"])),
-        Message("layers_block_type", "a list of mamba, linear_attention", "or moe", "'x'", "correct"),
-    ),
+        Message("layers_block_type", "a list of mamba, linear_attention", "or moe", "'x'", "correct")),
     **{
         f"{name} is {value!r}": (nemotron(config(**{name: value})), Message(name, "integer", repr(value), "correct"))
         for name, value in (
@@ -180,23 +156,15 @@ AT_START: dict[str, tuple[Break, Message]] = {
     },
     # positions
     "rope of a type that is not there": (
-        config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
-        Message("llama3", "proportional"),
-    ),
+        config(rope_scaling={"rope_type": "proportional", "factor": 4.0}), Message("llama3", "proportional")),
     "rope for each layer type": (
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
-        Message("rope_parameters", "all", "one", "full_attention"),
-    ),
+        Message("rope_parameters", "all", "one", "full_attention")),
     # weights
-    "weights are absent": (
-        removed(WEIGHTS),
-        Message("model.safetensors", "load"),
-    ),
+    "weights are absent": (removed(WEIGHTS), Message("model.safetensors", "load")),
     "weights are a named pipe": (replaced_by_pipe(WEIGHTS), Message("model.safetensors", "FIFO")),
     "weights are a link that leads out": (
-        linked(WEIGHTS, "/proc/self/mem"),
-        Message("model.safetensors", "file", "folder", "link", "/proc/"),
-    ),
+        linked(WEIGHTS, "/proc/self/mem"), Message("model.safetensors", "file", "folder", "link", "/proc/")),
     "the index is a link that leads out": (
         both(
             lambda folder: write(folder.parent / INDEX, {"weight_map": {NORM: WEIGHTS}}),
@@ -206,92 +174,65 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "the index names a way out and back": (indexed({"weight_map": {NORM: f"a/../{WEIGHTS}"}}), Message("copy")),
     "the index names an absolute path": (
-        indexed({"weight_map": {NORM: "/proc/self/mem"}}),
-        Message("all", "files", "/proc/self/mem", "copy"),
-    ),
+        indexed({"weight_map": {NORM: "/proc/self/mem"}}), Message("all", "files", "/proc/self/mem", "copy")),
     "the model has code of its own": (
         config(architectures=["Mine"], model_type="mine", auto_map={"AutoConfig": "mine.Mine"}, vocab_size=None),
-        Message("architecture", "'Mine'", "mine", "not supported", "choose"),
-    ),
+        Message("architecture", "'Mine'", "mine", "not supported", "choose")),
     "the tokenizer has code of its own": (
         both(CODE, content("tokenizer.model", b"\n\x0e\n\x05<unk>"), removed(TOKENIZER)),
-        Message("tokenizer_config.json", "auto_map", "AutoTokenizer", "mine.Mine", "None"),
-    ),
+        Message("tokenizer_config.json", "auto_map", "AutoTokenizer", "mine.Mine", "None")),
     "weights are a pickle": (content(WEIGHTS, b"PK\x03\x04" + bytes(200)), Message("model.safetensors")),
     "weights are cut in the values": (cut(WEIGHTS, 0.9), Message("download")),
     "a weight whose name controls the terminal": (
-        header(lambda known: known.update({"\x1b[2J\n" + "x" * 100_000: {}})),
-        Message(WEIGHTS, r"\x1b[2J"),
-    ),
+        header(lambda known: known.update({"\x1b[2J\n" + "x" * 100_000: {}})), Message(WEIGHTS, r"\x1b[2J")),
     "a negative shape": (header(lambda known: known[NORM].update(shape=[-8])), Message(NORM)),
     "a shape that the bytes do not have": (
-        header(lambda known: known[NORM].update(shape=[9])),
-        Message("contradicts", "itself"),
-    ),
+        header(lambda known: known[NORM].update(shape=[9])), Message("contradicts", "itself")),
     "weights that overlap": (
-        header(lambda known: known[NORM].update(data_offsets=[0, 32])),
-        Message(WEIGHTS, "byte 0 instead of", "download"),
-    ),
+        header(lambda known: known[NORM].update(data_offsets=[0, 32])), Message(WEIGHTS, "byte 0 instead of", "download")),
     "a number as metadata": (
         header(lambda known: known.update(__metadata__={"a": 1})),
-        Message(WEIGHTS, "metadata", "{'a': 1}", "strings", "download"),
-    ),
+        Message(WEIGHTS, "metadata", "{'a': 1}", "strings", "download")),
     "an empty weight of 2^70 rows": (
         header(lambda known: known.update(more={"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]})),
-        Message(WEIGHTS, "the number 1180591620717411303424", "download"),
-    ),
+        Message(WEIGHTS, "the number 1180591620717411303424", "download")),
     "a name with half a character": (
         header(lambda known: known.update({"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})),
-        Message(WEIGHTS, "surrogates", "download"),
-    ),
+        Message(WEIGHTS, "surrogates", "download")),
     "fp8": (shapes({}, "F8_E4M3"), Message("F8_E4M3", "F64", "F32", "F16", "BF16")),
     "the index names a file that is not there": (
-        indexed({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}),
-        Message("model-00001-of-00002.safetensors"),
-    ),
+        indexed({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}), Message("model-00001-of-00002.safetensors")),
     "the index names another file than the one with the weight": (
         both(shard("b.safetensors", "b"), indexed({"weight_map": {NORM: "b.safetensors", EMBEDDING: WEIGHTS}})),
-        Message(INDEX, "b.safetensors", NORM),
-    ),
+        Message(INDEX, "b.safetensors", NORM)),
     "a weight in two files of the index": (
         both(shard("b.safetensors", NORM), indexed({"weight_map": {NORM: "b.safetensors", EMBEDDING: WEIGHTS}})),
-        Message(NORM, "b.safetensors", WEIGHTS),
-    ),
+        Message(NORM, "b.safetensors", WEIGHTS)),
     # tokenizer and template
-    "no tokenizer": (
-        removed(TOKENIZER),
-        Message("tokenizer", "tokenizer.json", "tokenizer.model", "none", "files"),
-    ),
+    "no tokenizer": (removed(TOKENIZER), Message("tokenizer", "tokenizer.json", "tokenizer.model", "none", "files")),
     "a vocabulary of tiktoken, as of Kimi": (
         both(CODE, content("tiktoken.model", b"IQ== 0\nIg== 1\n"), removed(TOKENIZER)),
-        Message("tokenizer.json", "tiktoken.model", "code", "docs/guides/models.md"),
-    ),
+        Message("tokenizer.json", "tiktoken.model", "code", "docs/guides/models.md")),
     "a vocabulary of tiktoken under the name of SentencePiece": (
         both(content("tokenizer.model", b"IQ== 0\nIg== 1\n"), removed(TOKENIZER)),
-        Message("tokenizer.json", "tokenizer.model", "tiktoken", "docs/guides/models.md"),
-    ),
+        Message("tokenizer.json", "tokenizer.model", "tiktoken", "docs/guides/models.md")),
     "a vocabulary of tiktoken, as of Qwen": (
         both(content("qwen.tiktoken", b"IQ== 0\nIg== 1\n"), removed(TOKENIZER)),
-        Message("tokenizer.json", "qwen.tiktoken", "docs/guides/models.md"),
-    ),
+        Message("tokenizer.json", "qwen.tiktoken", "docs/guides/models.md")),
     "a vocabulary of mistral-common": (
         both(content("tekken.json", b"{}"), removed(TOKENIZER)),
-        Message("tokenizer.json", "tekken.json", "mistral-common", "pip install", "python -c", "save_pretrained"),
-    ),
+        Message("tokenizer.json", "tekken.json", "mistral-common", "pip install", "python -c", "save_pretrained")),
     "tokenizer is a named pipe": (replaced_by_pipe(TOKENIZER), Message("tokenizer.json", "FIFO", "copy")),
     "tokenizer is cut": (cut(TOKENIZER, 0.5), Message("tokenizer.json", "JSON", "valid")),
     "tokens beyond the vocabulary": (
         config(vocab_size=257),
-        Message("tokenizer.json", "vocab_size", "257", "257", "<|im_end|>", "tokenizer", "resize_token_embeddings"),
-    ),
+        Message("tokenizer.json", "vocab_size", "257", "257", "<|im_end|>", "tokenizer", "resize_token_embeddings")),
     "an EOS token beyond the vocabulary": (
         fields("tokenizer_config.json", eos_token="<end>"),
-        Message("tokenizer_config.json", "vocab_size", "259", "259", "<end>", "resize_token_embeddings"),
-    ),
+        Message("tokenizer_config.json", "vocab_size", "259", "259", "<end>", "resize_token_embeddings")),
     "no EOS token": (
         fields("tokenizer_config.json", eos_token=None),
-        Message("tokenizer_config.json", "tokenizer", "EOS", "none", "eos_token"),
-    ),
+        Message("tokenizer_config.json", "tokenizer", "EOS", "none", "eos_token")),
 }  # fmt: skip
 
 # What only reading shows, on the ranks.
@@ -316,6 +257,10 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
         Message(f"{MIXER}.in_proj.weight", "[52, 8]", "[48, 8]", f"{MIXER}.conv1d.bias", "[32]", "[28]")),
     "a Granite with biases in Mamba-2": (
         granite(config(mamba_proj_bias=True)), Message("mamba_proj_bias", "false", "true", "choose")),
+    "heads of a Granite that are no multiple of their groups": (
+        granite(config(mamba_n_groups=3)), Message("mamba_n_heads", "mamba_n_groups", "4", "3", "correct")),
+    "a Nemotron whose experts have a smaller width than the layers": (
+        nemotron(config(moe_latent_size=64)), Message("moe_latent_size", "null", "64", "choose")),
     "a Granite with another layer": (
         granite(config(layer_types=["mamba", "conv"])), Message("config.json", "linear_attention", "conv")),
     "a Granite whose heads do not fit": (granite(config(mamba_d_head=5)), Message("config.json", "transformers", "correct")),
@@ -344,14 +289,11 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
         ),
         Message("tokenizer.json")),
     "a template that reaches out": (
-        content(TEMPLATE, b"{{ ''.__class__.__mro__[1].__subclasses__() }}"),
-        Message("messages", "refuses"),
-    ),
+        content(TEMPLATE, b"{{ ''.__class__.__mro__[1].__subclasses__() }}"), Message("messages", "refuses")),
     "a template that needs all memory": (
         content(TEMPLATE, b"{{ 'x' * 10**11 }}"), Message("chat_template.jinja", "1", "GiB")),
     "a template that forgets the answer": (
-        content(TEMPLATE, b"{{ messages[0].content }}{{ messages | length }}"),
-        Message("template", "prompt", "answer")),
+        content(TEMPLATE, b"{{ messages[0].content }}{{ messages | length }}"), Message("template", "prompt", "answer")),
 }  # fmt: skip
 
 
@@ -418,31 +360,44 @@ def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
     ]
 
 
-def test_longrope_is_limited_to_the_length_of_its_short_factors(here: Path) -> None:
-    settings = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
-    config(rope_scaling={**settings, "original_max_position_embeddings": 32})(here / "model")
-    assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=32") == []
-    assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=33") == [
-        Message("model.data.seq_length", "original_max_position_embeddings", "32", f"{here / 'model'}", "33", "use")
-    ]
+LONGROPE = config(
+    rope_scaling={
+        "rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "original_max_position_embeddings": 32,
+    }
+)  # fmt: skip
+PHI3 = config(architectures=["Phi3ForCausalLM"], model_type="phi3")
+LORA, TARGETS = "model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules"
+# The folder, other keys, and the launcher's errors.
+WITH_KEYS: dict[str, tuple[Break, list[str], list[Message]]] = {
+    "positions within the short factors of LongRoPE": (LONGROPE, ["model.data.seq_length=32"], []),
+    "positions beyond the short factors of LongRoPE": (
+        LONGROPE, ["model.data.seq_length=33"],
+        [Message("model.data.seq_length", "original_max_position_embeddings", "32", "/model", "33", "use")]),
+    "adapters of layers that Phi 3 has": (PHI3, [LORA, f"{TARGETS}=[attention_dense,mlp,gate_up_proj]"], []),
+    "adapters of layers that Phi 3 fuses": (
+        PHI3, [LORA, f"{TARGETS}=[attention_dense,mlp,q_proj]"],
+        [Message(TARGETS, "phi3", "got q_proj, ", "o_proj", "down_proj", "gate_up_proj", "model.peft.peft_scheme=none")]),
+    "tensor parallelism that does not divide the MLP": (
+        config(), ["model.tensor_model_parallel_size=8", "trainer.devices=8"],
+        [Message("model.tensor_model_parallel_size", "intermediate_size", "12", "/model", "8", "6")]),
+    "messages without a template": (
+        both(
+            removed(TEMPLATE),
+            lambda folder: write(
+                folder.parent / "rows.jsonl", {"messages": [{"role": "user", "content": "p"}], "label": True}
+            ),
+        ),
+        [],
+        [Message("model.data.data_prefix", "strings", "tokenizer", "template", "messages", "/rows.jsonl",
+                 "chat_template.jinja", "/model", "prompts", "answers")]),
+}  # fmt: skip
 
 
-def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
-    config(architectures=["Phi3ForCausalLM"], model_type="phi3")(here / "model")
-    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention_dense,mlp,q_proj]"]
-    assert launcher_says(here / "model", here / "rows.jsonl", *lora) == [
-        Message(
-            "model.peft.lora_tuning.target_modules",
-            "phi3",
-            "got q_proj, ",
-            "o_proj",
-            "down_proj",
-            "gate_up_proj",
-            "model.peft.peft_scheme=none",
-        )
-    ]
-    lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,mlp,gate_up_proj]"
-    assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
+@pytest.mark.parametrize("case", WITH_KEYS)
+def test_keys_that_a_model_does_not_support(here: Path, case: str) -> None:
+    breaks, keys, expected = WITH_KEYS[case]
+    breaks(here / "model")
+    assert launcher_says(here / "model", here / "rows.jsonl", *keys) == expected
 
 
 def test_adapters_of_layers_that_a_model_lacks(here: Path) -> None:
@@ -454,32 +409,6 @@ def test_adapters_of_layers_that_a_model_lacks(here: Path) -> None:
         config(**kind, text_config=text)(here / "model")
         found = launcher_says(here / "model", here / "rows.jsonl", *lora)
         assert [line for line in found if "target_modules" in line] == wrong
-
-
-def test_unsupported_tensor_parallel_sizes(here: Path) -> None:
-    overrides = ["model.tensor_model_parallel_size=8", "trainer.devices=8"]
-    assert launcher_says(here / "model", here / "rows.jsonl", *overrides) == [
-        Message("model.tensor_model_parallel_size", "intermediate_size", "12", f"{here / 'model'}", "8", "6")
-    ]
-
-
-def test_messages_need_a_template(here: Path) -> None:
-    removed(TEMPLATE)(here / "model")
-    write(here / "rows.jsonl", {"messages": [{"role": "user", "content": "p"}], "label": True})
-    assert launcher_says(here / "model", here / "rows.jsonl") == [
-        Message(
-            "model.data.data_prefix",
-            "strings",
-            "tokenizer",
-            "template",
-            "messages",
-            f"{here / 'rows.jsonl'}",
-            "chat_template.jinja",
-            f"{here / 'model'}",
-            "prompts",
-            "answers",
-        )
-    ]
 
 
 def test_a_model_in_the_hugging_face_cache_is_complete(here: Path) -> None:

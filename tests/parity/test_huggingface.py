@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
+from tests import families
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
 
@@ -39,32 +40,11 @@ MIXTURES = {
     "tp2-pp2": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
 }
 LAYOUTS = {"dense": DENSE, "mixtures": MIXTURES}
-MODELS = {"dense": hf_models.CONFIGS, "mixtures": hf_models.MIXTURES}
+MODELS = {"dense": families.DENSE, "mixtures": families.MIXTURES}
 # Of gradients, relative to the largest of a weight.
 TOLERANCE = {"dense": 2e-5, "mixtures": 5e-5}
 # Dense models whose exports transformers loads, and whether their embeddings are tied.
 TIED = {"llama": False, "llama-odd-heads": True, "llama-own-output": False}
-# One of each family; variants of its rope, biases and windows are in the full matrix.
-QUICK = {
-    "dense": (
-        *("gemma2", "gemma3", "llama-tied-llama3-rope", *TIED, "mistral-window", "olmo2-tied-odd-heads-bias", "olmo3"),
-        *(
-            "phi3-part-of-each-head-longrope",
-            "smollm3-window-yarn-rope",
-            "qwen2-tied-window",
-            "qwen3",
-            "seed-oss",
-            "granite",
-        ),
-        *("glm4", "ernie4-5", "exaone4", "hunyuan", "ministral3", "cohere2", "qwen3.5-text", "nemotron-h"),
-        *("granite-hybrid", "granite-hybrid-attention"),
-    ),
-    "mixtures": (
-        *("gpt-oss", "llama4", "mixtral", "qwen2-moe", "qwen3-moe-dense-layers"),
-        *("glm4-moe", "dots1", "minimax-m2", "ernie4-5-moe", "hunyuan-moe", "qwen3-next", "qwen3.5-moe-text"),
-        *("deepseek-v3", "deepseek-v2", "nemotron-h-moe", "granite-hybrid-moe"),
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
 
 def cases(**quick: str) -> pytest.MarkDecorator:
     """A model of each family at one layout, and in the full matrix all models at every layout."""
-    marked = [pytest.param(kind, name, QUICK[kind], id=f"{kind}-{name}-quick") for kind, name in quick.items()]
+    one_of_each = {kind: [name for name, model in models.items() if model.quick] for kind, models in MODELS.items()}
+    marked = [pytest.param(kind, name, one_of_each[kind], id=f"{kind}-{name}-quick") for kind, name in quick.items()]
     for kind, layouts in LAYOUTS.items():
         marked += [pytest.param(kind, name, MODELS[kind], id=f"{kind}-{name}", marks=pytest.mark.full) for name in layouts]
     return pytest.mark.parametrize(("kind", "layout", "names"), marked)

@@ -21,6 +21,7 @@ from nemo_kto.model_files.safetensors_files import INDEX
 from nemo_kto.run.policy import export_checkpoint
 from nemo_kto.tools.inference.chat_model import ChatModel
 from nemo_kto.tools.inference.reward_model import RewardModel
+from tests.families import MODELS
 from tests.helpers import hf_jobs, hf_models, lora_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message, assert_names, raises
@@ -79,14 +80,8 @@ def test_extra_tensors_of_old_files_are_ignored(ranks: Any, model: Path) -> None
     assert ranks.run(1, hf_jobs.load_only, Layout(), model) == [""]
 
 
-MTP = {
-    "glm4-moe": ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.e_score_correction_bias"),
-    "ernie4-5-moe": ("model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"),
-}
-
-
 def test_layers_for_further_tokens_are_copied_and_others_refused(ranks: Any, tmp_path: Path) -> None:
-    for name, layers in MTP.items():
+    for name, layers in {name: model.mtp_layers for name, model in MODELS.items() if model.mtp_layers}.items():
         hf_models.write_model(name, folder := tmp_path / name, max_shard_size="1GB")
         extra = {layer: torch.randn(5, dtype=torch.float64) for layer in layers}
         rewrite(folder, **extra)
@@ -101,12 +96,7 @@ def test_layers_for_further_tokens_are_copied_and_others_refused(ranks: Any, tmp
 
 
 DTYPES = torch.bfloat16, torch.float32
-CORRECTED = {
-    "glm4-moe": "mlp.gate",
-    "dots1": "mlp.gate",
-    "minimax-m2": "block_sparse_moe",
-    "ernie4-5-moe": "mlp.moe_statics",
-}
+CORRECTED = {name: model.correction_bias_in for name, model in MODELS.items() if model.correction_bias_in}
 
 
 def test_a_correction_bias_is_exported_as_it_is_stored(ranks: Any, tmp_path: Path) -> None:
@@ -119,10 +109,11 @@ def test_a_correction_bias_is_exported_as_it_is_stored(ranks: Any, tmp_path: Pat
         rewrite(folder, **stored)
         expected[name] = {bias: values.view(torch.uint8) for bias, values in stored.items()}
         ranks.run(2, hf_jobs.convert_type, layout, folder, tmp_path / f"{name}-out")
-    ranks.run(1, lora_jobs.train_and_save, Layout(), tmp_path / "dots1", None, tmp_path / "run", 1)
+    one = next(iter(CORRECTED))
+    ranks.run(1, lora_jobs.train_and_save, Layout(), tmp_path / one, None, tmp_path / "run", 1)
     (checkpoint,) = (tmp_path / "run").iterdir()
-    ranks.run(1, export_checkpoint, checkpoint, tmp_path / "dots1-again")
-    for name, out in [*((name, f"{name}-out") for name in CORRECTED), ("dots1", "dots1-again")]:
+    ranks.run(1, export_checkpoint, checkpoint, tmp_path / "again")
+    for name, out in [*((name, f"{name}-out") for name in CORRECTED), (one, "again")]:
         found = weights(tmp_path / out)
         for bias, dtype in zip(expected[name], DTYPES, strict=True):
             assert found[bias].dtype == dtype, f"{out} {bias}"

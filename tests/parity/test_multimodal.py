@@ -28,6 +28,7 @@ from nemo_kto.model_files.adapter_files import beginning_of
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.run.policy import Policy, export_checkpoint
 from nemo_kto.tools.inference.chat_model import ChatModel
+from tests.families import IMAGES
 from tests.helpers import hf_jobs, hf_models, lora_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import assert_names, raises
@@ -139,7 +140,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
 
 
 def test_there_is_a_model_of_each_kind() -> None:
-    configs = [make() for make in hf_models.MULTIMODAL.values()]
+    configs = [model.config() for model in IMAGES.values()]
     found = {(config.model_type, config.text_config.model_type) for config in configs}
     assert found == {(family.name, family.text_type) for family in MULTIMODAL}
 
@@ -177,7 +178,7 @@ def test_text_is_trained_and_the_rest_copied(case: str, ranks: Any, folders: Any
 
 
 def test_images_give_the_same_logits_until_the_text_is_trained(ranks: Any, folders: Any, tmp_path: Path) -> None:
-    names = [*hf_models.MULTIMODAL]
+    names = [*IMAGES]
     ranks.run(1, hf_jobs.check_models, Layout(), folders.of(names), tmp_path)
     for name in names:
         models = [hf_models.load(folder) for folder in (folders[name], tmp_path / name)]
@@ -291,8 +292,15 @@ BEGINNINGS = {
 }
 
 
-def test_adapters_under_other_names(ranks: Any, folders: Any, tmp_path: Path) -> None:
-    """They are read bit for bit, and exported and given to PEFT, as in chat, under the names of its modules."""
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param(["transformers_4.4x"], id="quick"), pytest.param([*BEGINNINGS], id="all", marks=pytest.mark.full)],
+)
+def test_adapters_under_other_names(kinds: list[str], ranks: Any, folders: Any, tmp_path: Path) -> None:
+    """They are read bit for bit, and exported and given to PEFT, as in chat, under the names of its modules.
+
+    One model has adapters with every beginning, the others with these.
+    """
     names = [*ADAPTED, "qwen2.5-vl"]
     settings = {**ADAPTED, "qwen2.5-vl": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "embed_tokens"))}
     ranks.run(1, hf_jobs.new_adapters, folders.of(names), settings, tmp_path / "new")
@@ -303,9 +311,9 @@ def test_adapters_under_other_names(ranks: Any, folders: Any, tmp_path: Path) ->
         kept = weights(tmp_path / "new" / name)
         own[name] = {key: torch.randn(kept[key].shape, generator=draw) * 0.2 for key in sorted(kept)}
         usual = beginning_of(kept) or ""
-        for kind, beginning in BEGINNINGS.items():
+        for kind in kinds if name in ADAPTED else BEGINNINGS:
             shutil.copytree(tmp_path / "new" / name, folder := tmp_path / kind / name)
-            tensors = {key.replace(usual, beginning): each for key, each in own[name].items()}
+            tensors = {key.replace(usual, BEGINNINGS[kind]): each for key, each in own[name].items()}
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             adapters[f"{kind}/{name}"], models[f"{kind}/{name}"] = folder, folders[name]
     chosen = {case: settings[case.partition("/")[2]] for case in models}

@@ -25,109 +25,27 @@ from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.peft import export_adapter, load_adapter, read_adapter_settings
+from tests import families
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.messages import Message, raises
+from tests.parity.test_huggingface import LAYOUTS
 
-LAYOUTS = {
-    "dense": {
-        "tp1": (1, Layout()),
-        "tp2": (2, Layout(tensor=2)),
-        "tp4": (4, Layout(tensor=4)),
-        "pp2": (2, Layout(pipeline=2)),
-        "tp2-pp2": (4, Layout(tensor=2, pipeline=2)),
-        "tp2-pp2-sp": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
-    },
-    "mixtures": {
-        "one": (1, Layout()),
-        "ep2": (2, Layout(expert=2)),
-        "tp2-ep2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
-        "tp2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert_tensor=1)),
-        "pp2-ep2": (4, Layout(pipeline=2, expert=2)),
-    },
+NAMES_OF_LAYOUTS = {
+    "dense": ("tp1", "tp2", "tp4", "pp2", "tp2-pp2", "tp2-pp2-sp"),
+    "mixtures": ("one", "ep2", "tp2-ep2-whole-experts", "tp2-whole-experts", "pp2-ep2"),
 }
-DENSE = {
-    "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
-    "cohere2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "glm4": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj", "gate_up_proj", "down_proj")),
-    "granite": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "granite-hybrid": LoRASettings(
-        rank=2, alpha=1, target_modules=("in_proj", "out_proj", "q_proj", "gate_up_proj", "down_proj"), dora=True
-    ),
-    "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
-    "llama-one-kv-head": LoRASettings(
-        rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True
-    ),
-    "mistral": LoRASettings(rank=3, alpha=5, target_modules=("embed_tokens", "o_proj")),
-    "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=4, target_modules=("all",), dora=True),
-    "llama-attention-bias": LoRASettings(rank=1, alpha=0.5, dropout=0.25, target_modules=("mlp_fc2", "attention_dense")),
-    "nemotron-h": LoRASettings(
-        rank=2, alpha=0.5, target_modules=("in_proj", "out_proj", "q_proj", "o_proj", "up_proj", "down_proj")
-    ),
-    "olmo2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "qwen2": LoRASettings(
-        rank=2, alpha=4, target_modules=("q_proj", "o_proj", "up_proj"), layers=(2, 3), rslora=True, dora=True
-    ),
-    "qwen3.5-text": LoRASettings(
-        rank=2, alpha=0.5, target_modules=("all", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj")
-    ),
-    "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
+SETTINGS = {
+    kind: {name: model.lora for name, model in models.items() if model.lora is not None}
+    for kind, models in (("dense", families.DENSE), ("mixtures", families.MIXTURES))
 }
-_LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "mlp")
-MIXTURES = {
-    "ernie4-5-moe": LoRASettings(rank=2, alpha=4, target_modules=("mlp",)),
-    "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    # dense MLPs and shared experts
-    "deepseek-v3": LoRASettings(rank=2, alpha=4, target_modules=("q_a_proj", "q_b_proj", *_LATENT), experts=False),
-    "deepseek-v3-direct-queries": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", *_LATENT), layers=(1, 3)),
-    # the shared expert; routed experts are parameters without names for peft
-    "granite-hybrid-moe": LoRASettings(
-        rank=2, alpha=4, target_modules=("in_proj", "out_proj", "v_proj", "gate_up_proj", "down_proj")
-    ),
-    "hunyuan-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "minimax-m2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
-    # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
-    "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    # routed experts are parameters without names for peft
-    "nemotron-h-moe": LoRASettings(rank=2, alpha=4, target_modules=("in_proj", "v_proj", "up_proj", "down_proj")),
-    "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
-    "qwen3-next": LoRASettings(rank=2, alpha=4, target_modules=("all", "in_proj_qkvz", "in_proj_ba", "out_proj")),
-    "qwen3.5-moe-text": LoRASettings(rank=2, alpha=4, target_modules=("in_proj_b", "q_proj", "mlp")),
-    "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
-    "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp"), experts=False),
-}
-SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
-EXPERTS = {
-    "deepseek-v3-direct-queries": 8 * 3,
-    "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3,
-    "mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3,
-    "qwen3.5-moe-text": 4 * 8 * 3, "qwen3-moe": 2 * 8 * 3,
-}  # fmt: skip
 QUICK = {
-    ("dense", "tp2"): (
-        "llama-odd-heads",
-        "llama-all-biases-linear-rope",
-        "mistral",
-        "qwen2",
-        "qwen3.5-text",
-        "nemotron-h",
-        "granite-hybrid",
-    ),
-    ("mixtures", "tp2-ep2-whole-experts"): (
-        "llama4",
-        "mixtral",
-        "qwen3-moe",
-        "deepseek-v3",
-        "nemotron-h-moe",
-        "granite-hybrid-moe",
-    ),
+    (kind, layout): tuple(name for name in SETTINGS[kind] if families.MODELS[name].quick_lora)
+    for kind, layout in (("dense", "tp2"), ("mixtures", "tp2-ep2-whole-experts"))
 }
 CASES = [pytest.param((*case, names), id=f"{'-'.join(case)}-quick") for case, names in QUICK.items()]
 CASES += [
     pytest.param((kind, name, tuple(SETTINGS[kind])), id=f"{kind}-{name}", marks=pytest.mark.full)
-    for kind, layouts in LAYOUTS.items()
+    for kind, layouts in NAMES_OF_LAYOUTS.items()
     for name in layouts
 ]
 Folders = hf_models.LazyFolders
@@ -162,11 +80,11 @@ def adapters(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Fold
     root = tmp_path_factory.mktemp("adapters")
 
     def write(name: str) -> Path:
-        if name in DENSE:
-            model = hf_models.peft_model(folders[name], DENSE[name])
+        if name in SETTINGS["dense"]:
+            model = hf_models.peft_model(folders[name], SETTINGS["dense"][name])
             model.save_pretrained(root / name, save_embedding_layers=False)
         else:
-            merged = hf_models.write_adapters(folders[name], root / name, MIXTURES[name])
+            merged = hf_models.write_adapters(folders[name], root / name, SETTINGS["mixtures"][name])
             (root / f"{name}-merged").mkdir()
             shutil.copy(folders[name] / "config.json", root / f"{name}-merged")
             save_file(merged, root / f"{name}-merged" / "model.safetensors", metadata={"format": "pt"})
@@ -225,7 +143,7 @@ def test_adapter_files_round_trip(outcome: Outcome, folders: Folders, adapters: 
         assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
         settings = read_adapter_settings(again)
         assert (settings.rank, settings.modules, settings.layers) == (wanted.rank, wanted.modules, wanted.layers)
-        assert settings.experts == (name in EXPERTS)
+        assert settings.experts == bool(families.MODELS[name].adapted_experts)
         assert settings.scale == pytest.approx(wanted.scale)
         if outcome.kind == "dense":
             assert settings == read_adapter_settings(adapters[name])
@@ -255,7 +173,7 @@ def test_initial_values_are_equal_at_every_layout(outcome: Outcome, ranks: Any, 
                 assert 0.7 * bound < values.abs().max() <= bound
                 assert len(values.unique()) > 0.9 * values.numel()
         a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
-        assert sum(".experts." in tensor for tensor in a_of) == EXPERTS.get(name, 0)
+        assert sum(".experts." in tensor for tensor in a_of) == families.MODELS[name].adapted_experts
         assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "all layers differ"
         assert of_one.keys() == first.keys()
         assert all(torch.equal(values, of_one[tensor]) for tensor, values in a_of.items())
@@ -373,7 +291,7 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
 def export_only(folder: Path, out: Path) -> str:
     """On a rank: export new adapters; returns the error."""
     state.init_distributed(layout=Layout(), seed=3)
-    model, architecture = hf_jobs.adapted_model(folder, Layout(), DENSE["qwen3"])
+    model, architecture = hf_jobs.adapted_model(folder, Layout(), SETTINGS["dense"]["qwen3"])
     return hf_jobs.message_of(lambda: export_adapter([model], architecture, out=out, base_model=folder))
 
 

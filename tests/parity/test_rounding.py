@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nemo_kto.distributed.state import Layout
-from tests.distributed.models.test_gradients import FAMILIES
+from tests.families import GRADIENTS
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -55,10 +55,11 @@ def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 
 @pytest.mark.parametrize(("family", "dtype"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.full) for case in CASES)])
 def test_gradients_are_as_exact_as_those_of_transformers(family: str, dtype: str, ranks: Any, tmp_path: Path) -> None:
-    name, changes = FAMILIES[family]
+    step = GRADIENTS[family]
     stored = "bfloat16" if dtype == "bf16" else "float32"
     folders = {
-        f"{seed}": make_checkpoint(tmp_path / f"{seed}", name, seed=seed, dtype=stored, **changes) for seed in range(SEEDS)
+        f"{seed}": make_checkpoint(tmp_path / f"{seed}", step.family, seed=seed, dtype=stored, **step.changes)
+        for seed in range(SEEDS)
     }
     ranks.run(1, hf_jobs.check_gradients, Layout(), folders, tmp_path / "ours", DTYPES[dtype])
     ratios = []

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.architecture.families import FAMILIES
-from nemo_kto.architecture.lora import LoRASettings, with_other_layers
+from nemo_kto.architecture.lora import LoRASettings
+from tests.families import ACTIVATIONS, WIDE
+from tests.families.family import TP2, Activations, adapters
 from tests.helpers.rank_pool import RankPool
 
 SEQUENCES, LENGTH = 2, 64
@@ -132,127 +133,39 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
     )
 
 
-ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
-DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
-LATENT = replace(ALL, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
-DORA = replace(ALL, dora=True)
-MAMBA_AND_ALL = replace(ALL, target_modules=("all", "in_proj", "out_proj"))
-DELTA_NET, GRANITE, GLM = (
-    replace(ALL, target_modules=with_other_layers(["all"], FAMILIES[name]))
-    for name in ("Qwen3_5ForCausalLM", "GraniteMoeHybridForCausalLM", "Glm4ForCausalLM")
-)
-
-
-EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
-QWEN: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320}
-DELTA_NETS = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
-MAMBA: dict[str, Any] = {
-    "num_hidden_layers": 8, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2, "head_dim": 32,
-    "mamba_head_dim": 40, "ssm_state_size": 48, "moe_intermediate_size": 160, "moe_shared_expert_intermediate_size": 320,
-}  # fmt: skip
-GRANITE_HYBRID: dict[str, Any] = {
-    "num_hidden_layers": 8, "layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 48, "intermediate_size": 160,
-    "shared_intermediate_size": 320,
-}  # fmt: skip
-LLAMA4: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 64}
-LATENTS: dict[str, Any] = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48,
-    "qk_rope_head_dim": 16, "v_head_dim": 40, "first_k_dense_replace": 4,
-}  # fmt: skip
-CHANGES = {
-    "mixtral": EXPERTS,
-    "gpt_oss": EXPERTS,
-    "qwen2_moe": {**QWEN, "mlp_only_layers": []},
-    "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 160, "first_k_dense_replace": 0},
-    "deepseek_v3": LATENTS,
-    "nemotron_h": MAMBA,
-    "granitemoehybrid": GRANITE_HYBRID,
-    "qwen3_next": {**QWEN, **DELTA_NETS},
-    "qwen3_5_text": DELTA_NETS,
-    "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
-}
-
-
 @pytest.fixture(scope="module")
 def wide_model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
     wide = {"hidden_size": 256, "intermediate_size": 640}
-    return lambda family: tiny_checkpoint(family, **(wide | CHANGES.get(family, {})))
+    return lambda family: tiny_checkpoint(family, **{**wide, **WIDE.get(family, {})})
 
 
-SHARDED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
-QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
-    ("llama", SHARDED, "float32", DORA),
-    ("llama", {"packed": True, "context": 2}, "float32", None),
-    ("llama", {"recompute": "selective"}, "float32", None),
-    ("llama", {"recompute": "full"}, "float32", None),
-    ("gemma3_text", {"tensor": 2}, "float32", ALL),
-    ("gpt_oss", {}, "float32", None),
-    ("qwen2_moe", {}, "float32", ALL),
-    ("qwen2_moe", {}, "float32", replace(ALL, experts=False)),
-    ("llama4_text", {}, "float32", None),
-    ("deepseek_v3", SHARDED, "float32", LATENT),
-    ("qwen3_5_text", {}, "float32", None),
-    ("nemotron_h", {}, "float32", None),
-]
-FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
-    ("llama", {"context": 2}, "float32", None),
-    ("olmo2", {"tensor": 2}, "float32", None),
-    ("cohere2", {"tensor": 2}, "float32", None),
-    ("ernie4_5", {"context": 2}, "float32", None),
-    ("exaone4", {"packed": True}, "float32", None),
-    ("glm4", {"packed": True, "context": 2}, "float32", None),
-    ("glm4", {}, "float32", replace(GLM, rank=256, dora=True)),  # gate and up projection with one A
-    ("granite", {}, "float32", ALL),
-    ("hunyuan_v1_dense", {}, "float32", None),
-    ("ministral3", {}, "float32", None),
-    ("seed_oss", {"context": 2}, "float32", ALL),
-    ("qwen3", {}, "bfloat16", None),
-    ("llama", {"tensor": 2}, "float32", replace(DROPPED, dora=True)),
-    ("llama", {"recompute": "selective"}, "float32", replace(QUERIES, dora=True)),
-    ("llama", {"context": 2}, "float32", QUERIES),
-    ("llama", {"recompute": "selective", "modules": ["core_attn"]}, "float32", None),
-    ("gemma2", SHARDED, "bfloat16", ALL),
-    ("qwen3", {"packed": True, "tensor": 2}, "bfloat16", ALL),
-    ("gpt_oss", {"packed": True, "context": 2}, "float32", QUERIES),
-    ("qwen2_moe", {}, "bfloat16", DROPPED),
-    ("llama4_text", {}, "bfloat16", replace(DROPPED, dora=True)),
-    ("mixtral", {}, "float32", ALL),
-    ("glm4_moe", {}, "float32", None),
-    ("qwen3_5_text", SHARDED, "float32", DELTA_NET),
-    ("qwen3_5_text", {"packed": True, "tensor": 2}, "bfloat16", replace(DELTA_NET, dora=True)),
-    ("qwen3_next", {}, "float32", None),
-    ("qwen3_5_text", {"context": 2}, "float32", None),
-    ("qwen3_next", {"packed": True, "context": 2}, "float32", ALL),
-    ("nemotron_h", SHARDED, "float32", MAMBA_AND_ALL),
-    ("nemotron_h", {"recompute": "selective"}, "float32", None),
-    ("granitemoehybrid", {}, "float32", None),
-    ("granitemoehybrid", SHARDED, "bfloat16", GRANITE),
-    ("granitemoehybrid", {}, "float32", replace(GRANITE, dora=True)),
-    ("nemotron_h", {"packed": True}, "bfloat16", replace(MAMBA_AND_ALL, dora=True)),
-    ("hunyuan_v1_moe", {}, "float32", ALL),
-    ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
-    ("deepseek_v3", {"packed": True}, "float32", None),
-    ("deepseek_v3", {"packed": True, "context": 2, "tensor": 2}, "float32", None),
-    ("deepseek_v3", {"recompute": "selective", "modules": ["core_attn"]}, "float32", None),
-    ("deepseek_v3", SHARDED, "bfloat16", None),
+ALL, QUERIES = adapters("all", rank=4), adapters(rank=8, alpha=8)
+CASES = [
+    Activations("llama", TP2, lora=replace(ALL, dora=True), quick=True),
+    Activations("llama", {"packed": True, "context": 2}, quick=True),
+    Activations("llama", {"recompute": "selective"}, quick=True),
+    Activations("llama", {"recompute": "full"}, quick=True),
+    Activations("llama", {"context": 2}),
+    Activations("llama", {"tensor": 2}, lora=replace(ALL, dropout=0.1, dora=True)),
+    Activations("llama", {"recompute": "selective"}, lora=replace(QUERIES, dora=True)),
+    Activations("llama", {"context": 2}, lora=QUERIES),
+    Activations("llama", {"recompute": "selective", "modules": ["core_attn"]}),
+    *ACTIVATIONS,
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "dtype", "adapters"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.full) for row in FULL)]
+    "case",
+    [
+        pytest.param(case, id=f"{case.family}-{number}", marks=[pytest.mark.full] * (not case.quick))
+        for number, case in enumerate(CASES)
+    ],
 )
-def test_saved_activations_equal_the_formula(
-    ranks: RankPool,
-    wide_model: Callable[[str], Path],
-    family: str,
-    options: dict[str, Any],
-    dtype: str,
-    adapters: LoRASettings | None,
-) -> None:
-    found = ranks.run(
-        options.get("tensor", 1) * options.get("context", 1), saved_by_layer, wide_model(family), options, dtype, adapters
-    )
-    wanted = expected(wide_model(family), options, dtype, adapters)
+def test_saved_activations_equal_the_formula(ranks: RankPool, wide_model: Callable[[str], Path], case: Activations) -> None:
+    model, options = wide_model(case.family), dict(case.options)
+    world_size = options.get("tensor", 1) * options.get("context", 1)
+    found = ranks.run(world_size, saved_by_layer, model, options, case.dtype, case.lora)
+    wanted = expected(model, options, case.dtype, case.lora)
     assert found == [pytest.approx(wanted, rel=0.015)] * len(found)
 
 

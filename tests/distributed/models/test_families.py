@@ -10,36 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.families import TRAJECTORIES
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, length, train, trajectory
 
 TP2_PP2 = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
-# Which of the four layers have a window: not the same ones of the second stage as of the first.
-SLIDING = {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]}
-# Family: changes of its tiny model, so that sequences of 64 tokens are longer than the window.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window": 16, **SLIDING},
-    "gemma3_text": SLIDING,
-    "mistral": {"sliding_window": 16},
-    "olmo2": {},
-    "phi3": {"sliding_window": 16},
-    "qwen3": {},
-    "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
-}
 QUICK = "gemma3_text"
 
 
 @pytest.mark.parametrize(
-    ("family", "steps"), [(QUICK, 2), *(pytest.param(family, 10, marks=pytest.mark.full) for family in FAMILIES)]
+    ("family", "steps"), [(QUICK, 2), *(pytest.param(family, 10, marks=pytest.mark.full) for family in TRAJECTORIES)]
 )
 def test_same_trajectory(
     family: str, steps: int, ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
 ) -> None:
-    model, given = tiny_checkpoint(family, **FAMILIES[family]), length("kto", steps)
+    model, given = tiny_checkpoint(family, **TRAJECTORIES[family]), length("kto", steps)
     for name, world_size, layout in (("one_rank", 1, []), ("tp2_pp2", 4, TP2_PP2)):
         ranks.run(world_size, train, model, kto_rows, tmp_path / name, world_size, [*layout, *given])
     ours, expected = (trajectory(tmp_path / name) for name in ("tp2_pp2", "one_rank"))

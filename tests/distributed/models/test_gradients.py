@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.families import GRADIENTS
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine, kto_model, split_of
 from tests.helpers.rank_pool import RankPool
@@ -15,40 +16,6 @@ from tests.helpers.tiny_models import make_checkpoint
 
 BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel ranks can share out
-FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 12}  # for two times two ranks
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "cohere2": ("cohere2", {}),
-    "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 4}),  # without experts, as below
-    "ernie4_5": ("ernie4_5", {}),
-    "exaone4": ("exaone4", {"sliding_window": 7}),
-    "gemma2": ("gemma2", {}),
-    "glm4": ("glm4", {}),
-    "granite": ("granite", {}),
-    # without experts, as below
-    "granite_hybrid": ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_heads": 12, "mamba_n_groups": 4}),
-    "granite_hybrid_attention": (
-        "granitemoehybrid",
-        {"num_local_experts": 0, "layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
-    ),
-    "hunyuan": ("hunyuan_v1_dense", {}),
-    "llama": ("llama", {}),
-    "ministral3": ("ministral3", {}),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
-            "mamba_num_heads": 12,
-            "n_groups": 4,
-        },
-    ),
-    "olmo2": ("olmo2", {}),
-    "qwen2": ("qwen2", {}),
-    "qwen3_5": ("qwen3_5_text", {**FOUR_HEADS, "linear_num_value_heads": 8}),
-    # without experts, whose gradients other tests compare
-    "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3], **FOUR_HEADS}),
-    "seed_oss": ("seed_oss", {}),
-    "window": ("mistral", {"sliding_window": 7}),
-}
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -115,9 +82,9 @@ def oracle(
     from transformers import AutoModelForCausalLM
 
     base = tmp_path_factory.mktemp("gradients")
-    family, changes = FAMILIES[request.param]
-    policy = make_checkpoint(base / "policy", family, **changes)
-    reference = make_checkpoint(base / "reference", family, seed=1, **changes)
+    step = GRADIENTS[request.param]
+    policy = make_checkpoint(base / "policy", step.family, **step.changes)
+    reference = make_checkpoint(base / "reference", step.family, seed=1, **step.changes)
     batch = make_batch()
 
     def row_logps(model: Any, name: str) -> torch.Tensor:
@@ -176,44 +143,12 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-QUICK = {
-    ("cohere2", "cp2"),
-    ("deepseek_v3", "cp2_tp2_sequence_parallel"),
-    ("deepseek_v3", "tp2_pp2_sequence_parallel"),
-    ("ernie4_5", "cp2"),
-    ("exaone4", "packed_cp2"),
-    ("gemma2", "tp2"),
-    ("glm4", "packed_cp2"),
-    ("granite", "pp2"),
-    ("granite_hybrid", "packed_cp2"),
-    ("granite_hybrid", "tp2_pp2_sequence_parallel"),
-    ("granite_hybrid_attention", "cp2_tp2_sequence_parallel"),
-    ("hunyuan", "cp2_tp2_sequence_parallel"),
-    ("ministral3", "cp2"),
-    ("llama", "recompute"),
-    ("llama", "pp2_uneven"),
-    ("llama", "cp2_tp2_sequence_parallel"),
-    ("nemotron_h", "packed_cp2"),
-    ("nemotron_h", "pp2_uneven"),
-    ("nemotron_h", "tp2_pp2_sequence_parallel"),
-    ("olmo2", "tp2"),
-    ("qwen2", "dp2"),
-    ("qwen2", "pp2_vp2"),
-    ("qwen3_5", "cp2_tp2_sequence_parallel"),
-    ("qwen3_5", "tp2_pp2_sequence_parallel"),
-    ("qwen3_next", "micro_batch_4"),
-    ("qwen3_next", "packed_cp2"),
-    ("seed_oss", "cp2"),
-}
-
-
 @pytest.mark.parametrize(
     ("oracle", "case"),
     [
-        pytest.param(family, case, id=f"{family}-{case}", marks=[pytest.mark.full] * ((family, case) not in QUICK))
-        for family in FAMILIES
-        for case in CASES
-        if family != "window" or case in ("one_rank", "cp2", "cp2_tp2_sequence_parallel")
+        pytest.param(name, case, id=f"{name}-{case}", marks=[pytest.mark.full] * (case not in step.quick))
+        for name, step in GRADIENTS.items()
+        for case in step.layouts or CASES
     ],
     indirect=["oracle"],
     scope="module",

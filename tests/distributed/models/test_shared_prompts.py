@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.families import SHARED_PROMPTS
+from tests.families.family import BY_TOKENS, PACKED, TP2, SharedPrompts
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
 from tests.helpers.rank_pool import RankPool
@@ -40,9 +42,7 @@ def make_sequences(answers: int, share: slice) -> Any:
     return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, answers=answers)
 
 
-def both_ways(
-    policy: Path, layout: dict[str, Any], answers: int, limits: dict[str, Any], with_prompts: bool, lora: bool
-) -> dict[str, float]:
+def both_ways(policy: Path, case: SharedPrompts) -> dict[str, float]:
     """On a rank: the largest difference of log-probs, gradients and balance, and the fraction of tokens that is saved."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -53,10 +53,10 @@ def both_ways(
     from nemo_kto.models.engine.engine import LogProbs, MicroBatchLoss
     from tests.helpers.engine_layers import engine_layers
 
-    layout = dict(layout)
+    layout = dict(case.layout)
     recompute, of_engine = layout.pop("recompute", None), layout.pop("engine", False)
     there = state.Layout(**layout)
-    settings = LoRASettings(rank=2, alpha=4) if lora else None
+    settings = LoRASettings(rank=2, alpha=4) if case.lora else None
     modules = ("core_attn",) if recompute == "selective" else ()
     with engine_layers(read_architecture(policy, tensor_parallel=there.tensor)) if of_engine else contextlib.nullcontext():
         chunks, architecture = lora_jobs.build(
@@ -68,10 +68,10 @@ def both_ways(
     runs = engine(chunks, architecture, logprob_chunk_size=7)
     runs.moe_aux_loss_coeff = 0.3
     mine = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
-    plain = sequences = make_sequences(answers, mine)
-    if with_prompts:
+    plain = sequences = make_sequences(case.answers, mine)
+    if case.with_prompts:
         sequences = plain.with_prompts(torch.arange(len(plain)) % 3 > 0)
-    limits = {"prompts": 3, "tokens": None, **limits}
+    limits = {"prompts": 3, "tokens": None, **case.limits}
 
     def pass_over(share: bool) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, float]]:
         runs.limits = replace(runs.limits, **limits, share_prompts=share)
@@ -104,70 +104,41 @@ def both_ways(
     }
 
 
-TP2: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
-BY_TOKENS = {"prompts": None, "tokens": 90}
 ENGINE = {"engine": True}  # layers called as Transformer Engine's
-# model, ranks, layout, answers of an example, limits of a micro-batch, log-probs of prompts too, LoRA
-CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool]] = {
-    "one_rank": ("llama", 1, {}, 1, {}, False, False),
-    "pairs_and_prompts": ("llama", 1, {}, 2, {}, True, False),
-    "packed": ("llama", 1, {}, 2, {"prompts": None, "tokens": 90, "packed": True}, False, False),
-    "tp2_sequence_parallel_pp2": ("llama", 4, {"pipeline": 2, **TP2}, 2, {}, True, False),
-    "tp2": ("llama", 2, {"tensor": 2}, 1, {}, False, False),
-    "pp2_vp2": ("llama", 2, {"pipeline": 2, "virtual": 2}, 1, {"prompts": 4}, False, False),
-    "dp2": ("llama", 2, {}, 2, {}, False, False),
-    "recompute": ("llama", 1, {"recompute": "selective"}, 2, {}, False, False),
-    "recompute_full": ("llama", 1, {"recompute": "full"}, 2, {}, False, False),
-    "lora": ("llama", 1, {}, 2, {}, False, True),
-    "lora_tp2_pp2": ("llama", 4, {"pipeline": 2, **TP2}, 1, {}, False, True),
-    "experts": ("mixtral", 1, {}, 2, {}, False, False),
-    "experts_tp2_ep2": ("mixtral", 2, {**TP2, "expert": 2, "expert_tensor": 1}, 2, {}, False, False),
-    "experts_pp2_ep2": ("mixtral", 4, {"pipeline": 2, "expert": 2}, 1, {}, False, False),
-    "experts_ep2": ("mixtral", 2, {"expert": 2}, 1, {}, False, False),
-    "windows_and_soft_caps": ("gemma2", 1, {}, 1, {}, False, False),
-    "windows_and_sinks": ("gpt_oss", 1, {}, 1, {}, False, False),
-    "windows": ("gemma3_text", 1, {}, 1, {}, False, False),
-    "chunks_and_temperature": ("llama4_text", 1, {}, 1, {}, False, False),
-    "norms_after_rope": ("hunyuan_v1_dense", 1, {}, 1, {}, False, False),
-    "rope_and_temperature": ("ministral3", 1, {}, 1, {}, False, False),
-    "parallel": ("cohere2", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
-    "latents_tp2": ("deepseek_v3", 2, {**TP2, "recompute": "selective"}, 2, {}, True, False),
-    "latents_packed": ("deepseek_v3", 1, {}, 1, BY_TOKENS, False, False),
-    "states": ("qwen3_5_text", 1, {}, 2, {}, True, False),
-    "states_packed": ("qwen3_5_text", 1, {}, 2, {"prompts": None, "tokens": 90, "packed": True}, False, False),
-    "states_tp2_pp2": ("qwen3_5_text", 4, {"pipeline": 2, **TP2}, 1, {}, False, False),
-    "states_recompute_lora": ("qwen3_5_text", 1, {"recompute": "full"}, 2, {}, False, True),
-    "states_and_experts": ("qwen3_next", 2, {**TP2, "expert": 2, "expert_tensor": 1}, 2, {}, False, False),
-    "mamba": ("nemotron_h", 1, {}, 2, {}, True, False),
-    "mamba_packed": ("nemotron_h", 1, {}, 2, {"prompts": None, "tokens": 90, "packed": True}, False, False),
-    "mamba_tp2_ep2": ("nemotron_h", 2, {**TP2, "expert": 2, "expert_tensor": 1}, 2, {}, False, False),
-    "mamba_pp2": ("nemotron_h", 2, {"pipeline": 2}, 2, {}, False, False),
-    "mamba_recompute_lora": ("nemotron_h", 1, {"recompute": "full"}, 2, {}, False, True),
-    "mamba_in_layers_with_experts_ep2": ("granitemoehybrid", 2, {"expert": 2}, 2, {}, True, False),
-    "norms_after_attention": ("exaone4", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
-    "part_of_each_head": ("glm4", 1, {}, 1, {}, False, False),
-    "neighbouring_channels": ("ernie4_5", 1, {}, 1, {}, False, False),
-    "bias_of_the_output": ("seed_oss", 1, {}, 1, {}, False, False),
-    "engine_pairs": ("llama", 1, ENGINE, 2, {}, True, False),
-    "engine_tp2_sequence_parallel_pp2": ("llama", 4, {"pipeline": 2, **TP2, **ENGINE}, 1, {}, False, False),
-    "engine_recompute_lora": ("llama", 1, {"recompute": "selective", **ENGINE}, 2, BY_TOKENS, False, True),
-    "engine_recompute_full": ("llama", 1, {"recompute": "full", **ENGINE}, 1, {}, False, False),
+CASES = {
+    "one_rank": SharedPrompts("llama"),
+    "pairs_and_prompts": SharedPrompts("llama", answers=2, with_prompts=True, quick=True),
+    "packed": SharedPrompts("llama", answers=2, limits=PACKED),
+    "tp2_sequence_parallel_pp2": SharedPrompts(
+        "llama", world_size=4, layout={"pipeline": 2, **TP2}, answers=2, with_prompts=True, quick=True
+    ),
+    "tp2": SharedPrompts("llama", world_size=2, layout={"tensor": 2}),
+    "pp2_vp2": SharedPrompts("llama", world_size=2, layout={"pipeline": 2, "virtual": 2}, limits={"prompts": 4}),
+    "dp2": SharedPrompts("llama", world_size=2, answers=2),
+    "recompute": SharedPrompts("llama", layout={"recompute": "selective"}, answers=2, quick=True),
+    "recompute_full": SharedPrompts("llama", layout={"recompute": "full"}, answers=2),
+    "lora": SharedPrompts("llama", answers=2, lora=True, quick=True),
+    "lora_tp2_pp2": SharedPrompts("llama", world_size=4, layout={"pipeline": 2, **TP2}, lora=True),
+    "engine_pairs": SharedPrompts("llama", layout=ENGINE, answers=2, with_prompts=True, quick=True),
+    "engine_tp2_sequence_parallel_pp2": SharedPrompts("llama", world_size=4, layout={"pipeline": 2, **TP2, **ENGINE}),
+    "engine_recompute_lora": SharedPrompts(
+        "llama", layout={"recompute": "selective", **ENGINE}, answers=2, limits=BY_TOKENS, lora=True
+    ),
+    "engine_recompute_full": SharedPrompts("llama", layout={"recompute": "full", **ENGINE}),
+    **SHARED_PROMPTS,
 }
-QUICK = (
-    "pairs_and_prompts tp2_sequence_parallel_pp2 recompute lora experts_ep2 windows_and_sinks chunks_and_temperature "
-    "norms_after_rope rope_and_temperature parallel norms_after_attention part_of_each_head states states_and_experts mamba "
-    "latents_tp2 engine_pairs"
-).split()
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case not in QUICK)) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.full] * (not case.quick)) for name, case in CASES.items()]
+)
 def test_same_log_probs_and_gradients(case: str, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The load-balancing loss of experts is part of the objective: a shared token counts for each of its sequences."""
-    family, world_size, *arguments = CASES[case]
-    policy = tmp_path_factory.getbasetemp() / f"shared-prompts-{family}"
+    chosen = CASES[case]
+    policy = tmp_path_factory.getbasetemp() / f"shared-prompts-{chosen.family}"
     if not policy.exists():
-        make_checkpoint(policy, family)
-    found = ranks.run(world_size, both_ways, policy, *arguments)
+        make_checkpoint(policy, chosen.family)
+    found = ranks.run(chosen.world_size, both_ways, policy, chosen)
     for of_rank in found:
         assert of_rank["saved"] > 0.1
         assert of_rank["logps"] < 2e-5

@@ -294,13 +294,6 @@ def test_granite_4_as_published(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, **micro), tensor_parallel=2)
     assert (read.mixers, read.rotates) == ((SOFTMAX_ATTENTION,) * 4, (True,) * 4)
     assert read.rope.frequencies[:2] == (1.0, pytest.approx(10000 ** (-1 / 64)))
-    for changes, error in {
-        ("mamba_proj_bias", True): ("mamba_proj_bias", "false", "granitemoehybrid", "true", "choose"),
-        ("mamba_n_groups", 7): ("mamba_n_heads", "mamba_n_groups", "48", "7", "correct"),
-        ("num_experts_per_tok", 65): ("num_experts_per_tok", "64", "65"),
-    }.items():
-        with raises(UserError, "config.json", *error):
-            read_architecture(folder(tmp_path, **{**given, changes[0]: changes[1]}), tensor_parallel=1)
 
 
 def test_nemotron_as_published(tmp_path: Path) -> None:
@@ -317,15 +310,6 @@ def test_nemotron_as_published(tmp_path: Path) -> None:
     assert (read.experts.shared_ffn_hidden_size, read.experts.scale, read.experts.correction) == (3712, 2.5, (128,))
     dense = {**given, "hybrid_override_pattern": "M-M*-M-"}  # as Nemotron Nano 2, whose configuration has no experts
     assert read_architecture(folder(tmp_path, **dense), tensor_parallel=4).experts is None
-    for changes, error in {
-        ("hybrid_override_pattern", "MEM*-MX"): ("hybrid_override_pattern", "M, *, -, E", "X", "choose"),
-        ("num_hidden_layers", 8): ("hybrid_override_pattern", "8 layers", "7", "correct"),
-        ("moe_latent_size", 64): ("moe_latent_size", "null", "64", "choose"),
-        ("use_bias", True): ("use_bias", "false", "true", "choose"),
-        ("n_groups", 7): ("mamba_num_heads", "n_groups", "64", "7", "correct"),
-    }.items():
-        with raises(UserError, "config.json", *error):
-            read_architecture(folder(tmp_path, **{**given, changes[0]: changes[1]}), tensor_parallel=1)
 
 
 @pytest.mark.parametrize(

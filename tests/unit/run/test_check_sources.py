@@ -13,14 +13,14 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.errors import UserError
 from nemo_kto.run.policy import check_sources
+from tests.families import DENSE, MIXTURES
 from tests.helpers import hf_models
 from tests.helpers.messages import raises
 from tests.unit.run.test_build_rows import resolved
 
 MODEL, REFERENCE = "pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path"
 ADAPTER = "model.peft.restore_from_path"
-ALL = hf_models.CONFIGS | hf_models.MIXTURES
-ONE_OF_EACH = {ALL[name]().model_type: name for name in ALL}
+ONE_OF_EACH = {model.model_type: name for name, model in (DENSE | MIXTURES).items()}
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
