@@ -32,6 +32,7 @@ MAX_BYTES = 60_000_000
 # Each line: a package that is asked for, then those that it needs besides torch, transformers and their requirements.
 NEEDED = """
 megatron-core
+click
 hydra-core antlr4-python3-runtime omegaconf
 pydantic pydantic-core typing-inspection annotated-types
 datasets pyarrow pandas python-dateutil six dill multiprocess xxhash

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
-from nemo_kto.model_files.content_hashes import tokenizer_files
+from nemo_kto.model_files import tokenizer_files
 from nemo_kto.tools.convert.import_command import main
 from tests.helpers import hf_models
 from tests.helpers import megatron_checkpoints as megatron

@@ -26,7 +26,7 @@ class KTOLossConfig(LossConfig):
         return balanced_weights(*examples.class_weights, *weights) if self.auto_balance else weights
 
     def collate_options(self) -> dict[str, Any]:
-        return {"with_kl": self.record.needs_z0}
+        return {"with_kl": self.definition.needs_z0}
 
     def model_options(self, examples: KTODataset) -> dict[str, Any]:
         desirable, undesirable = self.loss_weights(examples)
