@@ -1,4 +1,4 @@
-"""Tables at start and end of a run; ``telemetry.summary`` formats their values."""
+"""Tables at start and end of a run; ``telemetry.text_table`` formats their values."""
 
 from __future__ import annotations
 

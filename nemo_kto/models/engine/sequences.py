@@ -23,7 +23,7 @@ from nemo_kto.device.precision import FP8_MULTIPLE
 from nemo_kto.layers.packing import Prompts, local_token_indices, pack_lengths
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
 
-if TYPE_CHECKING:  # so that the planner does not import megatron-core
+if TYPE_CHECKING:  # so that a plan does not import megatron-core
     from nemo_kto.layers.attention import PackedSequences
 
 _GPU_WIDTHS = 64  # rounds widths up on a GPU, because attention kernels are set up again for every new width
