@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from nemo_kto.errors import UserError, printable
-
-if TYPE_CHECKING:
-    pass
 
 UNLABELLED, EMPTY_ANSWERS, LOST_TEXT = "unlabelled", "empty_answers", "lost_text"
 DUPLICATES, CONTRADICTIONS = "duplicates", "contradictions"
