@@ -86,10 +86,12 @@ lint: $(VENV)/.test
 check: lint
 	$(BIN)/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) tests/unit tests/test_*.py
 
-# After a change that is meant to change numbers.
+# After a change that is meant to change an output or a help text.
 goldens: $(VENV)/.test
 	WRITE_GOLDENS=1 $(BIN)/python -m pytest -q $$(grep -rl --include='test_*.py' assert_output tests)
+	$(BIN)/python -m tests.unit.tools.translate.test_translation
 
+# After a change that is meant to change numbers.
 golden: $(VENV)/.test
 	$(BIN)/python -m tests.distributed.golden
 

@@ -291,7 +291,7 @@ def page(file: str | Path, out: Path = OUT) -> Iterator[PageServer]:
         open_rows(out, option="--out") as opened,
         PageServer(labelling=Labelling(questions=questions, file=opened, about={})) as server,
     ):
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, name="page")
         thread.start()
         try:
             yield server
@@ -319,7 +319,10 @@ def test_the_page_over_http() -> None:
         state = fetch(server, "verdict", {"key": state["key"], "action": "second"})
         assert fetch(server, "verdict", {"key": state["key"], "action": "undo"})["position"] == 1
         assert [row["label"] for row in read(OUT)] == [True]
+        (serving_page,) = (thread for thread in threading.enumerate() if thread.name == "page")
         assert fetch(server, "verdict", {"action": "quit"}) == {"ended": True}
+        serving_page.join(10)
+        assert not serving_page.is_alive(), "the command ends"
 
 
 @pytest.mark.parametrize("path", ["", "state", "verdict"])

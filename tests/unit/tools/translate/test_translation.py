@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import tempfile
 from pathlib import Path
@@ -99,6 +100,19 @@ def test_every_key_in_the_tables_exists() -> None:
     for trainer in table()["trainers"].values():
         assert trainer["title"]
         assert trainer["signs"]
+
+
+def test_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trl.json"
+    file.write_text(json.dumps({**USUAL, "dataset_name": "it's $a.jsonl", "learning_rate": 5e-7, "frobnicate": 1}))
+    command.main([str(file), "--algorithm", "kto", "--ranks", "4"])
+    script, _, comments = capsys.readouterr().out.partition("\n\n")
+    words = shlex.split(script.replace("\\\n", ""), comments=True)
+    assert words[:2] == ["nemo-kto", "kto"]
+    assert {"model.optim.lr=5e-07", "model.global_batch_size=32", "trainer.devices=4"} <= set(words)
+    assert r"model.data.data_prefix='it\'s $a.jsonl'" in words
+    assert all(line.startswith("# ") for line in comments.splitlines())
+    assert "frobnicate=1" in comments
 
 
 LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi"))
