@@ -152,7 +152,7 @@ def number(constraint: str, holds: Callable[[float], bool], *, remedy: str = "")
 
 
 def _gpu_kind(text: str) -> str:
-    """Return the key of ``memory.speed.GPUS`` for a word in any case, such as H100."""
+    """Return the key of ``memory.hardware.GPUS`` for a word in any case, such as H100."""
     from nemo_kto.memory.hardware import GPUS
 
     if text.lower() not in GPUS:
