@@ -107,8 +107,8 @@ class Commands(click.Group):
         return None if recipe is None else TrainingCommand(recipe=recipe)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command of the first word with the other words; UserError if there is no such command."""
-        if (command := self.get_command(ctx, args[0])) is None:
+        """Return the command of the first word with the other words; UserError, except in completion, if there is none."""
+        if (command := self.get_command(ctx, args[0])) is None and not ctx.resilient_parsing:
             known = self.list_commands(ctx)
             similar = did_you_mean(difflib.get_close_matches(args[0], known, n=1))
             raise UserError(

@@ -100,9 +100,11 @@ def test_completions() -> None:
         env = {**os.environ, "_NEMO_KTO_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words)}
         env["COMP_CWORD"] = str(len(words) - 1)
         done = subprocess.run(CLI, env=env, capture_output=True, text=True, check=False)
+        assert done.stderr == ""
         return [line.partition(",")[2] for line in done.stdout.splitlines()]
 
     assert completed("nemo-kto", "ch") == ["chat", "check", "checkpoint"]
     assert completed("nemo-kto", "data", "t") == ["tokenise"]
     assert completed("nemo-kto", "plan", "d") == ["dpo"]
     assert completed("nemo-kto", "compare", "--re") == ["--reward-model"]
+    assert completed("nemo-kto", "data", "chekc", "") == ["preview", "check", "tokenise"]
