@@ -51,6 +51,7 @@ _MAX_READ = 10_000  # warnings of a file that are read
 _MAX_WARNINGS = 1000  # a program that warns more often says nothing new
 logger = logging.getLogger(__name__)
 _RUN_ID = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # run id of a tracking service
+_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read by mlflow; its default of 7 retries takes minutes
 
 
 class JsonLines:
@@ -356,7 +357,9 @@ def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, objec
 
 
 def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> MLFlowLogger:
-    import_package("mlflow")
+    mlflow = import_package("mlflow")
+    if resumed_step is None and (tracking_uri := arguments.get("tracking_uri")):
+        _contact_mlflow(mlflow, tracking_uri)
     from pytorch_lightning.loggers import MLFlowLogger
 
     file = folder / "mlflow_run_id"
@@ -368,6 +371,17 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
     mlflow_logger = MLFlowLogger(**settings)
     _save_run_id(file, str(mlflow_logger.run_id))
     return mlflow_logger
+
+
+def _contact_mlflow(mlflow: Any, tracking_uri: object) -> None:
+    """Ask the server of a new run for an experiment, with one retry, so that a wrong address ends the run at once."""
+    is_set = _MLFLOW_RETRIES in os.environ
+    os.environ.setdefault(_MLFLOW_RETRIES, "1")
+    try:
+        mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
+    finally:
+        if not is_set:
+            del os.environ[_MLFLOW_RETRIES]
 
 
 class LoggedWarning(Record):

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -133,6 +134,19 @@ def test_all_unusable_loggers_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("tensorboard", "wandb", "mlflow"):
         assert_names(raised.value, f"the log {name} ", f"exp_manager.create_{name}_logger=false")
     assert_names(raised.value, str(tmp_path / "metrics.jsonl"), str(tmp_path / "tensorboard"), "pip install wandb")
+
+
+def test_an_unreachable_mlflow_server(tmp_path: Path) -> None:
+    with socket.socket() as server:  # bound, without listening
+        server.bind(("127.0.0.1", 0))
+        uri = f"http://me:secret@127.0.0.1:{server.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(UserError) as raised:
+            RunLogger(folder=tmp_path, enabled=True, tensorboard=False, mlflow={"experiment_name": "x", "tracking_uri": uri})
+    assert time.monotonic() - started < 60, "without the minutes of mlflow's own retries"
+    assert_names(raised.value, "mlflow", uri.rpartition(":")[2], "create_mlflow_logger=false")
+    assert "secret" not in str(raised.value)
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 
 
 def test_a_broken_package_is_not_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
