@@ -126,7 +126,7 @@ class PreferenceModel:
         """
         log_ratios_B = torch.zeros(len(chosen_B), device=chosen_B.device)
         for _, log_ratios in parts:
-            assert log_ratios is not None, "the loss of a preference model reports log-ratios"
+            assert log_ratios is not None, "a forward pass reports log-ratios"
             log_ratios_B[log_ratios.sequence_index_b] = log_ratios.values_b
         rows_B3 = torch.stack([from_last_stage(log_ratios_B), chosen_B.float(), valid_B.float()], dim=1)
         log_ratios_N, chosen_N, valid_N = gather_over_data_parallel(rows_B3)[0].cpu().unbind(dim=1)

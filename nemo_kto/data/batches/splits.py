@@ -101,11 +101,11 @@ def build_splits(
         kind: ``KTO_EXAMPLES`` or ``DPO_EXAMPLES``.
         make: (table=..., index=..., files=...) -> the dataset of a split: :class:`KTODataset`, or :class:`DPODataset` with
             its default rewards bound.
-        data_prefix: see ``sources.read_data_prefix``.
+        data_prefix: see ``data_sources.read_data_prefix``.
         splits_string: shares of each file (or folder) in the order of its rows, such as "98,2", or "auto", see
-            ``sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself defines the
-            splits.
-        tokenizer, vocab_size, apply_chat_template, date: see ``chat.RecordEncoder``.
+            ``data_sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself
+            defines the splits.
+        tokenizer, vocab_size, apply_chat_template, date: see ``chat_template.RecordEncoder``.
         seq_length, truncation_mode: see ``truncation.Truncation``.
         fields, labels, json_columns: see ``reader.Fields`` and ``labels.Labels``.
         drop: kinds of rows that are left out, see ``drops.DROPS``.

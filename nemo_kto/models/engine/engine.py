@@ -49,7 +49,7 @@ class LogProbs(NamedTuple):
 
 
 class LogRatios(NamedTuple):
-    """Log-ratios of the sequences of a micro-batch (log-probs for a loss without a reference), without gradient."""
+    """Log-ratios of the sequences of a micro-batch (log-probs for a loss without a reference)."""
 
     sequence_index_b: Tensor
     values_b: Tensor
@@ -59,7 +59,7 @@ class MicroBatchReport(NamedTuple):
     """Values of one micro-batch for the metrics, without gradient."""
 
     sums: Mapping[str, Tensor]  # the same names in every micro-batch
-    log_ratios: LogRatios | None
+    log_ratios: LogRatios | None  # of a forward pass whose metrics include rewards
 
 
 class MicroBatchLoss(NamedTuple):

@@ -52,8 +52,8 @@ def spoilt_job(
             group.buckets[-1].grad_data[7] = torch.nan
         note(engine, group, **options)
 
-    def spoil_loss(*arguments: Any) -> Any:
-        result = loss(*arguments)
+    def spoil_loss(*arguments: Any, **options: Any) -> Any:
+        result = loss(*arguments, **options)
         if not is_bad("loss"):
             return result
         sums = {name: total + torch.inf if "loss_sum" in name else total for name, total in result.report.sums.items()}

@@ -7,6 +7,7 @@ import inspect
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
@@ -43,8 +44,10 @@ def walked(model: Path, rows: Path, folder: Path) -> list[tuple[str, str]]:
         return original.function(*values, **settings)
 
     LOSSES["kto"] = replace(original, function=loss)
+    evaluation = "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model.without_rounding_errors"
     try:
-        train(model, rows, folder, 1, ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0"])
+        with mock.patch(evaluation, side_effect=AssertionError("a step needs no rewards of single examples")):
+            train(model, rows, folder, 1, ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0"])
     finally:
         LOSSES["kto"] = original
     source = Path(inspect.getsourcefile(original.function) or "").relative_to(REPOSITORY).as_posix()

@@ -76,7 +76,7 @@ class MegatronGPTDPOModel(PreferenceModel):
             weights_P=batch.get("weights", torch.ones(pairs)),
         )
         values |= self._rank_partners(answers, values)
-        micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale)
+        micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale, with_log_ratios=forward_only)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(
                 trained, micro_batch_loss, forward_only=forward_only, log_weights=self.use_weighting
@@ -141,7 +141,13 @@ class MegatronGPTDPOModel(PreferenceModel):
         return sums_p / (counts_p + prompt_counts_p).clamp(min=1) if average else sums_p
 
     def _micro_batch_loss(
-        self, values: Mapping[str, Tensor], sft_scale: Tensor, sequence_index_b: Tensor, logprobs: LogProbs
+        self,
+        values: Mapping[str, Tensor],
+        sft_scale: Tensor,
+        sequence_index_b: Tensor,
+        logprobs: LogProbs,
+        *,
+        with_log_ratios: bool,
     ) -> MicroBatchLoss:
         """Return the loss of a micro-batch, from the log-probs of chosen, then rejected answers.
 
@@ -188,5 +194,5 @@ class MegatronGPTDPOModel(PreferenceModel):
                 beta=objective.beta,
                 means_P=means_p,
             ),
-            LogRatios(sequence_index_b, log_ratios_b.detach()),
+            LogRatios(sequence_index_b, log_ratios_b) if with_log_ratios else None,
         )

@@ -102,7 +102,7 @@ class MegatronGPTKTOModel(PreferenceModel):
             anchor["delta"] = delta.float()
             batch_sums |= {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
         sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
-        micro_batch_loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
+        micro_batch_loss = partial(self._micro_batch_loss, values, anchor, sft_scale, with_log_ratios=forward_only)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(samples, micro_batch_loss, forward_only=forward_only)
             evaluated = None
@@ -120,6 +120,8 @@ class MegatronGPTKTOModel(PreferenceModel):
         sft_scale: Tensor,
         sequence_index_b: Tensor,
         logprobs: LogProbs,
+        *,
+        with_log_ratios: bool,
     ) -> MicroBatchLoss:
         """Return the loss of a micro-batch, from the log-probs of its sequences; ``values`` are those of all samples."""
         objective, logps_b = self.objective, logprobs.response_b
@@ -153,5 +155,6 @@ class MegatronGPTKTOModel(PreferenceModel):
                 valid_N=values["valid_B"][sequence_index_b],
                 beta=objective.beta,
             ),
-            LogRatios(sequence_index_b, without_rounding_errors(log_ratios_b, logps_b).detach()),
+            # only for rewards of single examples: a step does without these kernels
+            LogRatios(sequence_index_b, without_rounding_errors(log_ratios_b, logps_b)) if with_log_ratios else None,
         )
