@@ -39,6 +39,16 @@ class CheckedCommand(click.Command):
         """Return the option --help."""
         return HELP
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words after the name; click.UsageError names all arguments and options that are missing."""
+        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        if not ctx.resilient_parsing and HELP not in order:
+            required = [parameter for parameter in self.get_params(ctx) if parameter.required]
+            missing = [_name(each) for each in required if each.value_is_missing(each.consume_value(ctx, given)[0])]
+            if missing:
+                raise click.UsageError(f"{', '.join(missing)} must be given, got none", ctx)
+        return super().parse_args(ctx, args)
+
     def __call__(self, argv: Sequence[str]) -> Any:  # type: ignore[override]
         """Run the command with the words after its name, and return its exit status."""
         return invoke(self, argv, program=f"nemo-kto {self.name}")
@@ -71,9 +81,7 @@ def usage_errors() -> Iterator[None]:
         context, parameter = error.ctx, getattr(error, "param", None)
         name = "" if parameter is None else _name(parameter)
         remedy = "--help" if context is None else f"{context.command_path} --help"
-        if isinstance(error, click.MissingParameter):
-            text = f"{name} must be given, got none"
-        elif isinstance(error, click.NoSuchOption):
+        if isinstance(error, click.NoSuchOption):
             text = f"there is no option {error.option_name}{did_you_mean(error.possibilities)}"
         elif parameter is not None:
             raise UserError(f"{name} {error.message}") from None

@@ -82,7 +82,7 @@ def multiple_of(run: ResolvedRun, *, on_gpu: bool | None = None) -> int:
 def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> MicroBatchLimits:
     """Return the configured limits of a micro-batch, or the defaults for the device.
 
-    ``on_gpu`` is None for the device of this rank; the planner passes a value, because a plan may be for another machine.
+    ``on_gpu`` is None for the device of this rank; plans pass a value, because they may be for another machine.
     """
     packed, multiple = packing_of(run, on_gpu=on_gpu).is_on, multiple_of(run, on_gpu=on_gpu)
     model, on_gpu = run.cfg.model, device.on_gpu() if on_gpu is None else on_gpu

@@ -76,7 +76,8 @@ def find_form(path: str | Path) -> Form:
         raise DataError(f"{path}:1: must be JSON, one object per line, but the file is {message}")
     text_start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text_start.startswith(b"["):
-        remedy = "convert it with: jq -c '.[]' FILE > converted.jsonl"
+        convert = {None: "jq -c '.[]' FILE", "gzip": "zcat FILE | jq -c '.[]'", "zstd": "zstdcat FILE | jq -c '.[]'"}
+        remedy = f"convert it with: {convert[compression]} > converted.jsonl"
         raise DataError(f"{path}:1: must be JSON, one object per line, but the file is a JSON array; {remedy}")
     if text_start.startswith(b"{") or (delimiter := _delimiter(text_start, name)) is None:
         return Form(kind="lines", compression=compression)

@@ -1,4 +1,4 @@
-"""recipe=auto: the layout that the planner prefers for a model on the machines of its run, as overrides."""
+"""recipe=auto: the preferred layout for a model on the machines of its run, as overrides."""
 
 from __future__ import annotations
 

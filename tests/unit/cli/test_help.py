@@ -51,6 +51,8 @@ def test_the_list_of_commands(words: tuple[str, ...], capsys: pytest.CaptureFixt
         "label answers.jsonl": Message("nemo-kto label:", "--out", "given", "none", "nemo-kto label --help"),
         "report a b --watch 0": Message("nemo-kto report:", "--watch", "above 0", "0", "--watch 30"),
         "chat m --device tpu": Message("nemo-kto chat:", "--device", "auto, cpu or gpu", "tpu"),
+        "compare": Message("nemo-kto compare:", "MODEL", "BASE", "--out", "given", "none"),
+        "compare --help --out": Message("nemo-kto compare:", "--out", "argument", "--help"),
         "sample --out x": Message("nemo-kto sample:", "PROMPTS", "given", "none"),
         "data check --out x": Message("nemo-kto data check:", "no option --out", "nemo-kto data check --help"),
         "checkpoint ls": Message("nemo-kto checkpoint ls:", "RUN", "given", "none", "nemo-kto checkpoint ls --help"),

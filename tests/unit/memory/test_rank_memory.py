@@ -14,7 +14,7 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import logprobs
-from nemo_kto.memory import rank_memory as planner_memory
+from nemo_kto.memory import rank_memory as memory_module
 from nemo_kto.memory.activations import Activations
 from nemo_kto.memory.hardware import GPUS
 from nemo_kto.memory.rank_memory import RankMemory, Training, rank_memory, stages_memory
@@ -230,7 +230,7 @@ def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
         assert adapted == hidden + 100 * rows * (of_gradient + 4)
         large = first(replace(architecture, vocab_size=100_000), **gpu, logprob_chunk=1).logprobs
         assert large == hidden + 100_000 * of_gradient + 8192 * HIDDEN * 4
-    assert planner_memory._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
+    assert memory_module._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
 
 
 def test_the_peak_of_memory(architecture: Architecture) -> None:
@@ -248,8 +248,8 @@ def test_memory_of_an_optimizer_step(architecture: Architecture, monkeypatch: py
     assert memory.working == 4 * memory.trained
     assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
     assert first(architecture, on_gpu=True, data_parallel=4).working == 0
-    assert planner_memory._UPDATED_VALUES == optimizers._VALUES
-    monkeypatch.setattr(planner_memory, "_UPDATED_VALUES", largest // 4)
+    assert memory_module._UPDATED_VALUES == optimizers._VALUES
+    monkeypatch.setattr(memory_module, "_UPDATED_VALUES", largest // 4)
     assert first(architecture, on_gpu=True, moment_bytes=2).working == 2 * largest, "widened, a quarter at a time"
 
 
