@@ -15,8 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings, adapts_experts, few_adapted, refused_by_peft
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
+from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, newest_checkpoint, saved_adapters
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.saved_config import CONFIG_FILE
 from nemo_kto.device import device

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.manager import CheckpointManager
+from nemo_kto.checkpoint.manager import CheckpointManager, newest_checkpoint
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.optimizer import build_optimizer
 from tests.distributed.checkpoint.test_checkpoint_adams import FORMS

@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from nemo_kto.checkpoint.safe_loading import load_plain
-from nemo_kto.checkpoint.sharded_weights import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.sharded_state import get_rng_state, set_rng_state
 from nemo_kto.distributed import state
 from tests.helpers.rank_pool import RankPool
 

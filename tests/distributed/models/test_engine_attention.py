@@ -33,7 +33,7 @@ def build(folder: Path, **settings: Any) -> Any:
 def of_a_pack(folder: Path) -> dict[str, Any]:
     """Hidden states and gradients of a pack, from models with the layers of Transformer Engine and without."""
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.checkpoint.sharded_weights import sharded_weights
+    from nemo_kto.checkpoint.sharded_state import sharded_weights
     from nemo_kto.distributed import state
     from nemo_kto.layers.attention import PackedSequences
     from nemo_kto.layers.packing import token_positions

@@ -24,7 +24,7 @@ def save_or_load(
     layout: Layout, model: Path, settings: LoRASettings | None, run: Path, save: bool, moves: bool
 ) -> dict[str, Any]:
     """On a rank: write a checkpoint with a moved reference, or load it over one that has not moved."""
-    from nemo_kto.checkpoint.discovery import newest_checkpoint
+    from nemo_kto.checkpoint.manager import newest_checkpoint
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.reference import SwappedWeights
     from tests.helpers import lora_jobs

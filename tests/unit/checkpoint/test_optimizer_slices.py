@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from nemo_kto.checkpoint.sharded_optimizer import Block, blocks
+from nemo_kto.checkpoint.sharded_state import Block, blocks
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (1, 3, 4), (2, 1, 3)])

@@ -14,7 +14,7 @@ import torch
 
 from nemo_kto.device import kernels
 from nemo_kto.device.kernels import FusedKernel
-from nemo_kto.distributed import logit_kernels
+from nemo_kto.distributed import logprobs
 
 Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -44,7 +44,7 @@ def expected(values: Chunk, softcap: float | None) -> tuple[torch.Tensor, torch.
 def largest_errors(values: Chunk, softcap: float | None, *, form: str | None) -> list[float]:
     """Largest errors of both kernels, relative to each value; ``form``: that attribute; None for a call of the kernel."""
     maximum_c, sum_c, gradient_cv = expected(values, softcap)
-    both: list[Any] = [logit_kernels.softmax_sums, logit_kernels.gradient_summands]
+    both: list[Any] = [logprobs.softmax_sums, logprobs.gradient_summands]
     sums, summands = both if form is None else [getattr(kernel, form) for kernel in both]
     found_maximum_c, found_sum_c = sums(values[0].clone(), softcap)
     summands_1cv, summands_2cv = (summands(values[0].clone(), *values[1:], softcap, count) for count in (1, 2))
@@ -72,7 +72,7 @@ def test_both_forms_are_the_same_function(form: str, tokens: int, softcap: float
 
 def test_a_target_of_another_rank_has_no_one_hot() -> None:
     logits_cv, column_c, _, normaliser_c, grad_c = chunk(4, 50)
-    for form in (logit_kernels.gradient_summands.eager, logit_kernels.gradient_summands.fusable):
+    for form in (logprobs.gradient_summands.eager, logprobs.gradient_summands.fusable):
         without, there = (
             form(logits_cv.clone(), column_c, torch.full((4,), is_local), normaliser_c, grad_c, None, 2).float().sum(dim=0)
             for is_local in (False, True)
@@ -116,7 +116,7 @@ errors = {}
 for softcap in (None, 5.0):
     for tokens in (33, 64, 1):
         errors[f"{softcap}, {tokens}"] = largest_errors(chunk(tokens, 501), softcap, form=None)
-from nemo_kto.distributed.logit_kernels import gradient_summands
+from nemo_kto.distributed.logprobs import gradient_summands
 counts = []
 for summands in (1, 2):
     torch._dynamo.reset()

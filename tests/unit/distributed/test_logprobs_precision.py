@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_kto.device import device
-from nemo_kto.distributed import logit_kernels, logprobs
+from nemo_kto.distributed import logprobs
 from nemo_kto.distributed.logprobs import vocab_parallel_logprobs
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 100, 576, 8000, 64
@@ -96,7 +96,7 @@ def test_gradients_are_rounded_once(has_main_grad: bool, summands: int) -> None:
         assert relative_error(weight_VH.grad, true_weight_grad) == rounded(true_weight_grad)
 
 
-@pytest.mark.parametrize("split", [logit_kernels.summands_, logit_kernels.summands_by_bits])
+@pytest.mark.parametrize("split", [logprobs.summands_, logprobs.summands_by_bits])
 def test_two_bf16_terms_represent_16_bits(split: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
     """The gradient of the logits takes part in the products of a GPU in this form."""
     values = torch.randn(7, 1000, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 0, 1000)
