@@ -57,15 +57,7 @@ from nemo_kto.checkpoint.sharded_state import (
     sharded_reference,
     sharded_weights,
 )
-from nemo_kto.checkpoint.writer import (
-    FileWriter,
-    PlannedSave,
-    Write,
-    bytes_to_write,
-    start_removal,
-    write_bytes,
-    write_file,
-)
+from nemo_kto.checkpoint.writer import FileWriter, PlannedSave, Write, bytes_to_write, start_removal, write_bytes, write_file
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import (

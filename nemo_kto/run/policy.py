@@ -217,15 +217,7 @@ def export_policy(
             merge_adapters(chunks)
         size = int(max_shard_size_gb * 1e9)
         copied_from = policy.files.original
-        export(
-            chunks,
-            architecture,
-            source=source,
-            out=out,
-            max_shard_bytes=size,
-            original=copied_from,
-            describe=describe,
-        )
+        export(chunks, architecture, source=source, out=out, max_shard_bytes=size, original=copied_from, describe=describe)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:

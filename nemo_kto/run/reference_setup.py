@@ -134,13 +134,7 @@ def load_model(policy: Policy, other: ModelSource) -> None:
 
 
 def _live_reference(
-    run: ResolvedRun,
-    policy: Policy,
-    engine: LogProbEngine,
-    timers: PhaseTimers,
-    *,
-    disables_adapters: bool,
-    on_gpu: bool,
+    run: ResolvedRun, policy: Policy, engine: LogProbEngine, timers: PhaseTimers, *, disables_adapters: bool, on_gpu: bool
 ) -> ReferenceSetup:
     """Build a reference from the current weights of the model."""
     if disables_adapters and not run.files.has_adapters:

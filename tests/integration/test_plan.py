@@ -50,10 +50,7 @@ def test_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     assert output[-1].split(maxsplit=1) == ["verdict", Message("fit", "smaller")]
     status, output, errors = run("plan", "dpo", model, "model.optim.lr=-1")
     assert (status, output) == (2, [])
-    assert errors[:2] == [
-        Message("plan", "cannot", "planned"),
-        Message("model.optim.lr", "0", "-1", "model.optim.lr=1e-5"),
-    ]
+    assert errors[:2] == [Message("plan", "cannot", "planned"), Message("model.optim.lr", "0", "-1", "model.optim.lr=1e-5")]
     assert list(tmp_path.iterdir()) == [], "something was written"
 
 

@@ -34,11 +34,7 @@ from tests.helpers.rank_pool import RankPool
 
 NAME = "llama-all-biases-linear-rope"
 SETTINGS = LoRASettings(rank=2, alpha=2, dropout=0.25, target_modules=("q_proj", "o_proj", "mlp"), layers=(1, 3), dora=True)
-LAYOUTS = {
-    "one_rank": Layout(),
-    "tp2": Layout(tensor=2),
-    "tp2_sequence_parallel": Layout(tensor=2, sequence_parallel=True),
-}
+LAYOUTS = {"one_rank": Layout(), "tp2": Layout(tensor=2), "tp2_sequence_parallel": Layout(tensor=2, sequence_parallel=True)}
 
 
 def drop_negative(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -136,7 +136,7 @@ def test_a_resumed_run_has_the_same_validation_sets(ranks: RankPool, tiny_llama:
 
 STOPPING = "exp_manager.create_early_stopping_callback"
 BY_AUC = "monitor: val_auc, mode: max"
-STOPPING = [
+STOPS_EARLY = [
     f"{STOPPING}=true",
     f"exp_manager.early_stopping_callback_params={{{BY_AUC}, min_delta: 9, patience: 2}}",  # no AUC improves by so much
     f"exp_manager.checkpoint_callback_params={{{BY_AUC}, save_top_k: 1}}",
@@ -150,7 +150,7 @@ def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
     """On a rank: the output of the job."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        train(model, rows, folder, 2, [*STOPPING, *overrides])
+        train(model, rows, folder, 2, [*STOPS_EARLY, *overrides])
     return output.getvalue()
 
 

@@ -165,10 +165,7 @@ def test_state_of_the_loss_is_resumed() -> None:
     ("state", "message"),
     [
         ({"step": 5, "epoch": 0, "consumed_samples": 20}, Message("global_batch_size", "4", "2")),
-        (
-            {"step": 5, "epoch": 0, "consumed_samples": 10, "steps_per_epoch": 8},
-            Message("8", "10"),
-        ),
+        ({"step": 5, "epoch": 0, "consumed_samples": 10, "steps_per_epoch": 8}, Message("8", "10")),
     ],
 )
 def test_refuses_to_resume_with_repeated_or_skipped_examples(state: dict[str, int], message: Message) -> None:
