@@ -108,7 +108,7 @@ def copies_with(connections: int, *, toy: bool) -> dict[str, float]:
 
 def launches() -> dict[str, float]:
     """Microseconds of the host for one small kernel, and for a call of a fused kernel of the package."""
-    from nemo_kto.distributed.logit_kernels import softmax_sums
+    from nemo_kto.distributed.logprobs import softmax_sums
 
     found, logits = {}, torch.zeros(64, 64, device=device.current_device())
     for name, call in {"add_": lambda: logits.add_(1), "softmax_sums": lambda: softmax_sums(logits, None)}.items():
@@ -124,7 +124,7 @@ def launches() -> dict[str, float]:
 
 def compiler() -> dict[str, Any]:
     """Whether torch compiles kernels on this machine, and the seconds of the first one."""
-    from nemo_kto.distributed.logit_kernels import softmax_sums
+    from nemo_kto.distributed.logprobs import softmax_sums
 
     logits, began = randn(128, 1024, dtype=torch.float32), time.perf_counter()
     found = softmax_sums(logits.clone(), None)

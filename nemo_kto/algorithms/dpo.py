@@ -42,10 +42,7 @@ class DPOTrainer:
 
     ``cfg`` may be a mapping, such as the section ``trainer.NAME`` of a configuration, see :meth:`TrainerConfig.of`. The
     validation loader yields also an incomplete last batch; a mapping from names to loaders gives validation sets with
-    separate metrics.
-
-    Raises:
-        ValueError: the run has no steps, or ``cfg`` is an invalid mapping.
+    separate metrics. Raises ValueError if the run has no steps, or ``cfg`` is an invalid mapping.
     """
 
     cfg: TrainerConfig | Mapping[str, Any]
@@ -132,11 +129,8 @@ class DPOTrainer:
         A checkpoint is also saved after a validation that is the best so far, if ``best_validation`` is set. After the last
         step the policy is validated and saved, whether this is the last step of the run, the last that
         ``max_time`` allows, or one whose validation triggers early stopping. If the run must end early, such as on a
-        signal, it only saves: a validation that is due or was interrupted is made by the resumed run.
-
-        Raises:
-            UserError: too many consecutive steps had a non-finite loss or gradient, or the weights are not finite;
-                non-finite weights are never saved.
+        signal, it only saves: a validation that is due or was interrupted is made by the resumed run. Raises UserError if
+        too many consecutive steps had a non-finite loss or gradient, or the weights are not finite, which are never saved.
         """
         self.run_timer.start_time()
         try:
@@ -274,9 +268,7 @@ class DPOTrainer:
         """Return loss and metrics over all validation examples, with equal weight for each example.
 
         Named validation sets have separate metrics, called NAME_METRIC; the loss is over the examples of all sets.
-
-        Raises:
-            ValueError: there are no validation examples.
+        Raises ValueError if there are no validation examples.
         """
         if not self.val_sets:
             raise ValueError(
@@ -327,9 +319,8 @@ class DPOTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`.
 
-        Raises:
-            ValueError: the state is from a run with another global batch size or another number of steps per epoch, so that
-                examples would be used twice or never.
+        Raises ValueError if the state is from a run with another global batch size or another number of steps per epoch, so
+        that examples would be used twice or never.
         """
         step, consumed = int(state["step"]), int(state["consumed_samples"])
         if consumed != step * self._cfg.global_batch_size:

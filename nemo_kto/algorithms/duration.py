@@ -13,6 +13,9 @@ from nemo_kto.algorithms.protocols import Loader
 from nemo_kto.data.rows.data_sources import UNNAMED
 from nemo_kto.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # maximum number of rows, and of ranks, in a message
 Raw = TypeVar("Raw")
 ValidationLoaders = Loader[Any] | Mapping[str, Loader[Any]] | None
 
@@ -41,10 +44,8 @@ class TrainerConfig:
         """Create a TrainerConfig from a mapping such as the section ``trainer.NAME`` of a configuration.
 
         ``gradient_clip_val`` in the section is only compared with ``clip_grad``, the norm to which the optimizer clips
-        gradients (None: it does not clip). ``global_batch_size`` is a default for the section.
-
-        Raises:
-            ValueError: a name is unknown or missing, or ``gradient_clip_val`` differs from ``clip_grad``.
+        gradients (None: it does not clip). ``global_batch_size`` is a default for the section. Raises ValueError if a name
+        is unknown or missing, or ``gradient_clip_val`` differs from ``clip_grad``.
         """
         clip_val = section.get("gradient_clip_val", clip_grad)
         if clip_grad is not None and clip_val != clip_grad:
@@ -140,11 +141,6 @@ def validation_batches(sets: Iterable[ValidationSet]) -> Iterator[Any]:
         yield from islice(each.loader, each.batches)
 
 
-logger = logging.getLogger(__name__)
-
-_MAX_NAMED = 8  # maximum number of rows, and of ranks, in a message
-
-
 @dataclass(kw_only=True, eq=False)
 class BestValidation:
     """The best value of a validation metric so far, on which all ranks agree."""
@@ -237,10 +233,8 @@ class SkippedSteps:
         """Record a skipped step, counted from 1, with a reason such as "the loss is nan".
 
         ``ranks`` are those whose own values were not finite, empty if only the values reduced over all ranks are not;
-        ``examples`` are the indices of the examples of the global batch.
-
-        Raises:
-            UserError: too many consecutive steps were skipped; the message names the last of them.
+        ``examples`` are the indices of the examples of the global batch. Raises UserError, which names this step, if too
+        many consecutive steps were skipped.
         """
         self.total += 1
         self.in_a_row += 1

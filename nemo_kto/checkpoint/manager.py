@@ -17,11 +17,13 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import logging
 import queue
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +39,25 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.checkpoint.discovery import verify
 from nemo_kto.checkpoint.safe_loading import load_plain, load_sharded, read_errors
-from nemo_kto.checkpoint.sharded_optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
-from nemo_kto.checkpoint.sharded_weights import (
+from nemo_kto.checkpoint.sharded_state import (
     SavedAdapters,
     adapters_in,
     adapters_of,
     check_adapters,
     dtype_name,
     get_rng_state,
+    is_distributed,
+    load_optimizer_state,
     load_reference,
+    load_schedule,
     load_weights,
+    optimizer_state,
     set_rng_state,
     sharded_reference,
     sharded_weights,
 )
-from nemo_kto.checkpoint.writer import (
-    FileWriter,
-    PlannedSave,
-    Write,
-    bytes_to_write,
-    start_removal,
-    write_bytes,
-    write_file,
-)
+from nemo_kto.checkpoint.writer import FileWriter, PlannedSave, Write, bytes_to_write, start_removal, write_bytes, write_file
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import (
@@ -69,15 +65,21 @@ from nemo_kto.model_files.checkpoint_files import (
     Checkpoint,
     Written,
     checkpoint_folder,
+    damage,
     find_checkpoints,
     hash_file,
     info_text,
+    named_checkpoints,
     rank_by,
+    read_or_damage,
+    refuse_damaged,
     size_text,
 )
 from nemo_kto.model_files.companion_files import model_config, read_companions
 from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.utils.files import NO_ROOM, REMOVING, WRITING, partial_folder, publish_folder, read_bytes, start_folder
+
+logger = logging.getLogger(__name__)
 
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 _MORE_ROOM = "free some space, or keep fewer checkpoints with exp_manager.checkpoint_callback_params.save_top_k"
@@ -85,6 +87,52 @@ _MORE_ROOM = "free some space, or keep fewer checkpoints with exp_manager.checkp
 _SAVE_OPTIONS = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the newest intact checkpoint in a folder, every byte of which is verified; None if there is none. Collective.
+
+    A damaged checkpoint is reported in a warning, and the one before it is tried. Raises UserError on every rank if all
+    checkpoints are damaged, or a file cannot be read.
+    """
+    reasons = []
+    for path in reversed(state.from_rank_zero(lambda: list(named_checkpoints(folder)))):
+        found = state.from_rank_zero(partial(read_or_damage, path))
+        if isinstance(found, Checkpoint):
+            problems = _find_damage(found.folder, found.files)
+            if not problems:
+                return found
+            found = problems[0]
+        if state.is_rank_zero():
+            logger.warning("%s is damaged and is not used: %s", path, found)
+        reasons.append(f"{path.name}: {found}")
+    if reasons:
+        message = f"{folder} must contain an intact checkpoint, but all are damaged"
+        raise UserError("\n  ".join([message, *reasons, "restore one, or remove all of them to start from the first step"]))
+    return None
+
+
+def verify(folder: Path, parts: Sequence[str]) -> None:
+    """Verify parts of a checkpoint, such as state; collective. UserError on every rank names the first damage."""
+    found = state.from_rank_zero(lambda: read_or_damage(folder))
+    refuse_damaged(folder, [found] if isinstance(found, str) else _find_damage(folder, found.files_in(*parts)))
+
+
+def _find_damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
+    """Return the damage to files: each rank reads a part of the bytes, and every rank gets all results."""
+    if state.world_size() == 1:
+        return damage(folder, records)
+    loads = [0] * state.world_size()  # bytes to read by rank
+    own: dict[str, Written] = {}
+    for name in sorted(records, key=lambda name: (-records[name].size, name)):
+        reader = loads.index(min(loads))
+        loads[reader] += records[name].size + 1
+        if reader == state.rank():
+            own[name] = records[name]
+    found: list[str] = []
+    problem = state.attempt(lambda: found.extend(damage(folder, own)))
+    state.raise_together(problem, "{}")
+    return sorted(text for of_rank in state.gather(found) for text in of_rank)
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
@@ -278,12 +326,12 @@ class CheckpointManager:
             self._removal.join()  # a pending removal frees space
         if save.need > shutil.disk_usage(self.folder).free:
             raise self._no_room(save)
-        partial = start_folder(save.final)
+        folder = start_folder(save.final)
         save.info["files"] = {}
         for name in ("state", "rng", "hf"):
-            (partial / name).mkdir()
+            (folder / name).mkdir()
         for name, content in self._companions.items():
-            file = partial / "hf" / name
+            file = folder / "hf" / name
             file.parent.mkdir(exist_ok=True)
             save.info["files"][f"hf/{name}"] = write_file(file, write_bytes(content))
 
@@ -307,13 +355,13 @@ class CheckpointManager:
         return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=save.stall_seconds + now - began)
 
     def _publish(self, save: _PendingSave, of_ranks: Sequence[tuple[list[Any], dict[str, Written]]]) -> None:
-        partial = partial_folder(save.final)
+        folder = partial_folder(save.final)
         self._planned.write_index([results for results, _ in of_ranks])
         files = save.info["files"] | {name: written for _, of_rank in of_ranks for name, written in of_rank.items()}
-        others = (file for file in (partial / "state").iterdir() if f"state/{file.name}" not in files)
+        others = (file for file in (folder / "state").iterdir() if f"state/{file.name}" not in files)
         files |= {f"state/{file.name}": hash_file(file) for file in others}  # small files written by megatron-core
         info = {**save.info, "files": {name: files[name]._asdict() for name in sorted(files)}}
-        (partial / INFO).write_text(info_text(info), encoding="utf-8")
+        (folder / INFO).write_text(info_text(info), encoding="utf-8")
         publish_folder(save.final)  # an existing folder of this name is damaged: else the run would have resumed from it
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]

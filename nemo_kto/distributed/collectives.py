@@ -17,7 +17,7 @@ from nemo_kto.device import device
 from nemo_kto.distributed.state import max_over_ranks
 
 
-def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def sum_over_data_parallel(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sum 0-d tensors known on every pipeline stage over the data-parallel group, in float64 on the device; collective.
 
     Each may be on the device or on the host.
@@ -27,19 +27,19 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
     return dict(zip(sums, packed.unbind(), strict=True))
 
 
-def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def global_sums(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sum 0-d tensors of the last pipeline stage over the global batch, on every rank; others pass zeros. Collective."""
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
 
 
-def to_host(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def to_host(values: Mapping[str, Tensor]) -> dict[str, float]:
     """Convert 0-d float64 device tensors to floats in one transfer, so that the host waits for the device once."""
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
 
-def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slice]:
+def gather_over_data_parallel(rows_NC: Tensor) -> tuple[Tensor, slice]:
     """Gather the rows of all data-parallel ranks in their order, on the device; collective.
 
     Ranks with fewer rows are padded with zeros, so a column must mark the actual rows. Also returns the slice of this
@@ -55,7 +55,7 @@ def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slic
     return torch.cat(parts), slice(start, start + len(rows_NC))
 
 
-def ranks_where(flag: torch.Tensor) -> list[int]:
+def ranks_where(flag: Tensor) -> list[int]:
     """Return the world ranks whose ``flag`` (0-d bool, on the device) is True; collective."""
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device.current_device())
     flags[dist.get_rank()] = flag
@@ -63,7 +63,7 @@ def ranks_where(flag: torch.Tensor) -> list[int]:
     return [rank for rank, is_set in enumerate(flags.tolist()) if is_set]
 
 
-def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+def from_last_stage(values: Tensor) -> Tensor:
     """Broadcast ``values`` of the last pipeline stage to tensors of the same shape on every stage, in place; collective."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and values.numel():
         group = parallel_state.get_pipeline_model_parallel_group()

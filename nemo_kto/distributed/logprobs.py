@@ -13,6 +13,18 @@ the backward pass the same (with a soft cap also its slopes) and the two gradien
 ``main_grad``, [V, H]. A bf16 model also needs, on a GPU, a chunk in bf16 for each summand and, while the fp32 chunk is free,
 a block of rows of a product [v, H] if torch cannot add it in place; on a CPU, a block of the weight.
 
+Two kernels operate on a chunk of logits between two matrix products: softmax statistics, and the gradient of the logits. In
+eager mode each operation reads or writes the whole chunk, 4 bytes per logit; a compiled kernel reads it once. Passes over a
+chunk in fp32, without the products themselves (a soft cap costs no passes in a compiled kernel):
+
+==========================  ===================  ========
+kernel                      eager (soft cap)     compiled
+==========================  ===================  ========
+``softmax_sums``            6 (+ 6)              1
+``gradient_summands``, one  7.5 (+ 17)           1.5
+``gradient_summands``, two  11.5 (+ 17)          2
+==========================  ===================  ========
+
 Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are not padding, c tokens of a chunk,
 n summands of a gradient, r rows and i inner size of a product.
 """
@@ -23,16 +35,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nemo_kto.device import kernels
+from nemo_kto.device.kernels import FusedKernel
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
-from nemo_kto.distributed.logit_kernels import (
-    cap_logits,
-    exponential_slopes_,
-    gradient_summands,
-    logit_slopes_,
-    softmax_sums,
-)
 
 # Whether torch.mm returns an fp32 product of bf16 factors: torch >= 2.8, and only on CUDA
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
@@ -44,10 +51,119 @@ _BLOCK_ROWS = 1024
 _PRODUCT_ROWS = 8192
 
 
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(logits / softcap); the logits themselves if ``softcap`` is None."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _cap_(logits_cv: Tensor, softcap: float | None) -> Tensor:
+    return logits_cv if softcap is None else logits_cv.div_(softcap).tanh_().mul_(softcap)
+
+
+def _softmax_sums(logits_cv: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    capped_cv = cap_logits(logits_cv, softcap)
+    maximum_c1 = capped_cv.amax(dim=1, keepdim=True)  # inductor finds maximum and sum in one pass if it recognises this form
+    return maximum_c1.squeeze(1), (capped_cv - maximum_c1).exp().sum(dim=1, keepdim=True).squeeze(1)
+
+
+def _softmax_sums_(logits_cv: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    capped_cv = _cap_(logits_cv, softcap)
+    maximum_c = capped_cv.amax(dim=1)
+    return maximum_c, capped_cv.sub_(maximum_c.unsqueeze(1)).exp_().sum(dim=1)
+
+
+softmax_sums = FusedKernel(compiled=_softmax_sums, eager=_softmax_sums_)
+"""(logits [c, v], soft cap or None) -> maximum of each token's capped logits [c], sum of exp(logit - maximum) [c]."""
+
+
+def logit_slopes_(
+    logits_cv: Tensor, column_c: Tensor, is_local_c: Tensor, normaliser_c: Tensor, softcap: float | None
+) -> Tensor:
+    """Overwrite logits with d -log-prob / d logits = softmax - one-hot(target); with a soft cap for the logits before it.
+
+    Args:
+        column_c: logit column of the target where ``is_local_c``, and arbitrary elsewhere.
+        normaliser_c: log of the sum of the exponentials of all capped logits, over all tensor-parallel ranks.
+    """
+    slope_cv = _cap_(logits_cv, softcap)
+    # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
+    cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
+    slope_cv.sub_(normaliser_c.unsqueeze(1)).exp_()
+    _subtract_one_hot_(slope_cv, column_c, is_local_c)
+    return slope_cv if cap_slope_cv is None else slope_cv.mul_(cap_slope_cv)
+
+
+def exponential_slopes_(exponentials_cv: Tensor, factor_c: Tensor, column_c: Tensor, is_local_c: Tensor) -> Tensor:
+    """Overwrite the exponentials that ``softmax_sums.eager`` leaves without a soft cap with :func:`logit_slopes_`.
+
+    ``factor_c`` is exp(m - normaliser), with the maximum m that was subtracted from the logits.
+    """
+    return _subtract_one_hot_(exponentials_cv.mul_(factor_c.unsqueeze(1)), column_c, is_local_c)
+
+
+def _subtract_one_hot_(values_cv: Tensor, column_c: Tensor, is_local_c: Tensor) -> Tensor:
+    return values_cv.scatter_add_(1, column_c.unsqueeze(1), -is_local_c.to(values_cv.dtype).unsqueeze(1))
+
+
+def _gradient_summands(
+    logits_cv: Tensor,
+    column_c: Tensor,
+    is_local_c: Tensor,
+    normaliser_c: Tensor,
+    grad_c: Tensor,
+    softcap: float | None,
+    count: int,
+) -> Tensor:
+    capped_cv = cap_logits(logits_cv, softcap)
+    is_target_cv = (torch.arange(logits_cv.shape[1], device=logits_cv.device) == column_c[:, None]) & is_local_c[:, None]
+    gradient_cv = (capped_cv - normaliser_c[:, None]).exp() - is_target_cv.to(logits_cv.dtype)
+    if softcap is not None:
+        gradient_cv = gradient_cv * (1 - (capped_cv / softcap).square())
+    return summands_by_bits(gradient_cv * grad_c[:, None], count)
+
+
+def summands_by_bits(values: Tensor, count: int) -> Tensor:
+    """Return fp32 values as :func:`summands_`; rounding of the first of two summands needs no bf16."""
+    if count == 1:
+        return values.bfloat16().unsqueeze(0)
+    # Rounded to 16 bits as integers: inductor computes in fp32 and would omit a rounding to bf16 between two operations.
+    high = ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    return torch.stack((high.bfloat16(), (values - high).bfloat16()))
+
+
+def _gradient_summands_(
+    logits_cv: Tensor,
+    column_c: Tensor,
+    is_local_c: Tensor,
+    normaliser_c: Tensor,
+    grad_c: Tensor,
+    softcap: float | None,
+    count: int,
+) -> Tensor:
+    return summands_(logit_slopes_(logits_cv, column_c, is_local_c, normaliser_c, softcap).mul_(grad_c[:, None]), count)
+
+
+def summands_(values: Tensor, count: int) -> Tensor:
+    """Return fp32 values, which are overwritten, as one bf16 matrix, exact to 8 bits, or two, exact to 16: [count, ...]."""
+    summands = values.new_empty((count, *values.shape), dtype=torch.bfloat16)
+    summands[0] = values
+    if count == 2:
+        summands[1] = values.sub_(summands[0])
+    return summands
+
+
+gradient_summands = FusedKernel(compiled=_gradient_summands, eager=_gradient_summands_)
+"""Gradient of fp32 logits, computed in fp32, as one or two summands in bf16, see :func:`summands_`: [count, c, v].
+
+The arguments are those of :func:`logit_slopes_`, with ``grad_c``, the gradient of each token's negative log-prob, before
+``softcap``, and the number of summands at the end.
+"""
+
+
 def vocab_parallel_logprobs(
-    hidden_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    target_T: torch.Tensor,
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
     *,
     vocab_size: int,
     group: dist.ProcessGroup | None,
@@ -56,7 +172,7 @@ def vocab_parallel_logprobs(
     reduce_hidden_grad: bool = True,
     square_sums: bool = False,
     summands: int = 2,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
 
     Each call runs three collectives, for all tokens at once: the maximum; the sum of exponentials together with the logit of
@@ -103,19 +219,14 @@ def vocab_parallel_logprobs(
         square_sums,
         summands,
     )
-    result: torch.Tensor = logps_T if square_sums_T is None else torch.stack((logps_T, square_sums_T))
+    result: Tensor = logps_T if square_sums_T is None else torch.stack((logps_T, square_sums_T))
     return result
 
 
 @torch.no_grad()
 def vocab_parallel_logits(
-    hidden_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup | None,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    hidden_TH: Tensor, weight_VH: Tensor, *, vocab_size: int, group: dist.ProcessGroup | None, softcap: float | None = None
+) -> Tensor:
     """Compute the logits of the full vocabulary, [T, vocab_size], on every rank of the group; for a few tokens.
 
     The arguments are those of :func:`vocab_parallel_logprobs`. The result, in fp32 or wider, has no gradient. One
@@ -129,7 +240,7 @@ def vocab_parallel_logits(
     return logits_TV[:, :vocab_size]
 
 
-def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:
+def check_targets(target_T: Tensor, *, vocab_size: int) -> None:
     """Check that targets, a tensor on the host, are in [0, vocab_size); raise ValueError otherwise."""
     if len(target_T) and not 0 <= int(target_T.min()) <= int(target_T.max()) < vocab_size:
         raise ValueError(
@@ -144,10 +255,10 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        column_T: torch.Tensor,
-        is_local_T: torch.Tensor,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        column_T: Tensor,
+        is_local_T: Tensor,
         columns: int,
         group: dist.ProcessGroup | None,
         chunk_size: int,
@@ -155,7 +266,7 @@ class _Logprobs(torch.autograd.Function):
         reduce_hidden_grad: bool,
         square_sums: bool,
         summands: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         num_tokens, wide = len(hidden_TH), _wide(hidden_TH.dtype)
         maximum_T = hidden_TH.new_full((num_tokens,), float("-inf"), dtype=wide)
         exp_sum_and_target_2T = hidden_TH.new_zeros((2, num_tokens), dtype=wide)
@@ -193,7 +304,7 @@ class _Logprobs(torch.autograd.Function):
         return target_logit_T - normaliser_T, log_squares_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, column_T, is_local_T, normaliser_T = ctx.saved_tensors
         columns, dtype, wide = ctx.columns, hidden_TH.dtype, normaliser_T.dtype
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -233,7 +344,7 @@ def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
     return [slice(max(stop - chunk_size, 0), stop) for stop in reversed(range(num_tokens, 0, -chunk_size))]
 
 
-def _leaves_exponentials(hidden_TH: torch.Tensor, softcap: float | None) -> bool:
+def _leaves_exponentials(hidden_TH: Tensor, softcap: float | None) -> bool:
     """Return whether ``softmax_sums`` overwrites the logits of these states with exponentials without a soft cap."""
     return softcap is None and not hidden_TH.is_cuda and not _multiplies_to_fp32(hidden_TH)
 
@@ -242,7 +353,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor) -> torch.Tensor:
+def _logits(hidden_cH: Tensor, weight_vH: Tensor) -> Tensor:
     """Return the logits before a soft cap in fp32 or wider, without rounding to a narrower type in between."""
     wide = _wide(hidden_cH.dtype)
     if _multiplies_to_fp32(hidden_cH):
@@ -255,22 +366,22 @@ def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor) -> torch.Tensor:
 
 
 def _add_gradients(
-    hidden_cH: torch.Tensor,
-    weight_vH: torch.Tensor,
-    column_c: torch.Tensor,
-    is_local_c: torch.Tensor,
-    normaliser_c: torch.Tensor,
-    grad_c1: torch.Tensor,
+    hidden_cH: Tensor,
+    weight_vH: Tensor,
+    column_c: Tensor,
+    is_local_c: Tensor,
+    normaliser_c: Tensor,
+    grad_c1: Tensor,
     *,
     softcap: float | None,
     summands: int,
-    kept: tuple[torch.Tensor, torch.Tensor] | None,
-    hidden_grad_cH: torch.Tensor | None,
-    weight_grad_vH: torch.Tensor | None,
+    kept: tuple[Tensor, Tensor] | None,
+    hidden_grad_cH: Tensor | None,
+    weight_grad_vH: Tensor | None,
 ) -> None:
     """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 or wider.
 
-    The slopes are those of :func:`~nemo_kto.distributed.logit_kernels.logit_slopes_`. ``kept`` are the exponentials of the
+    The slopes are those of :func:`logit_slopes_`. ``kept`` are the exponentials of the
     logits and their factors, for ``exponential_slopes_``; None to compute the logits again. ``summands`` is the number of
     bf16 matrices that make up slope * grad.
     """
@@ -299,7 +410,7 @@ def _add_gradients(
         weight_grad_vH.addmm_(slope_cv.t(), hidden_cH.to(wide) * grad_c1)
 
 
-def _add_product(sum_rH: torch.Tensor, left_ri: torch.Tensor, right_iH: torch.Tensor) -> None:
+def _add_product(sum_rH: Tensor, left_ri: Tensor, right_iH: Tensor) -> None:
     """Add left @ right of bf16 matrices to an fp32 sum, without a whole product [r, H] in memory besides the sum."""
     if kernels.adds_wide_products():
         torch.addmm(sum_rH, left_ri, right_iH, out_dtype=sum_rH.dtype, out=sum_rH)
@@ -308,12 +419,12 @@ def _add_product(sum_rH: torch.Tensor, left_ri: torch.Tensor, right_iH: torch.Te
         sum_rH[rows] += torch.mm(left_ri[rows], right_iH, out_dtype=sum_rH.dtype)
 
 
-def _multiplies_to_fp32(factor: torch.Tensor) -> bool:
+def _multiplies_to_fp32(factor: Tensor) -> bool:
     """Return whether torch can multiply this matrix, in bf16 on a GPU, into an fp32 product."""
     return _MM_WIDENS and factor.is_cuda and factor.dtype == torch.bfloat16
 
 
-def _weight_blocks(weight_vH: torch.Tensor) -> list[slice]:
+def _weight_blocks(weight_vH: Tensor) -> list[slice]:
     """Return blocks of rows to convert one by one; a weight in fp32 needs no conversion and is one block."""
     is_wide = weight_vH.dtype == _wide(weight_vH.dtype)
     return _chunks(len(weight_vH), len(weight_vH) if is_wide else _BLOCK_ROWS)

@@ -23,7 +23,7 @@ from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.architecture.mappings import MTP_LAYERS
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
-from nemo_kto.checkpoint.sharded_weights import dtype_name
+from nemo_kto.checkpoint.sharded_state import dtype_name
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import write_together

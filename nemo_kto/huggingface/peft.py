@@ -25,7 +25,7 @@ from nemo_kto.architecture.lora import (
     has_adaptable_experts,
     hf_module,
 )
-from nemo_kto.checkpoint.sharded_weights import adapters_of
+from nemo_kto.checkpoint.sharded_state import adapters_of
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import write_together
 from nemo_kto.huggingface.hf_weights import read_weights

@@ -32,8 +32,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from nemo_kto.device import device
-from nemo_kto.device.kernel_check import agreeing, draw_inputs
-from nemo_kto.device.kernels import varlen_attention
+from nemo_kto.device.kernels import agreeing, draw_inputs, varlen_attention
 from nemo_kto.distributed.collectives import gather_shares
 from nemo_kto.layers.block_attention import block_attention
 from nemo_kto.layers.norm import TorchNorm, unit_norm

@@ -40,10 +40,8 @@ class Loss:
     under the policy and under the reference. The function then takes first_P and second_P, the two values of a pair, and for
     each the value of equal rank of the other kind, first_partners_P and second_partners_P.
 
-    ``parts`` are the losses of a :func:`mixture`, by name, each with its weight.
-
-    Raises:
-        ValueError: the requirements contradict each other.
+    ``parts`` are the losses of a :func:`mixture`, by name, each with its weight. Raises ValueError if the requirements
+    contradict each other.
     """
 
     function: Callable[..., Tensor]

@@ -387,11 +387,7 @@ def alphapo_losses(
 
 
 def orpo_losses(
-    chosen_logratios_P: Tensor,
-    rejected_logratios_P: Tensor,
-    *,
-    beta: float,
-    orpo_sft_weight: SFTWeight = 1.0,
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, orpo_sft_weight: SFTWeight = 1.0
 ) -> Tensor:
     """Return the ORPO loss, SFT on the chosen answer plus an odds ratio term (Hong et al. 2024, arXiv 2403.07691).
 

@@ -36,47 +36,24 @@ class Hardware:
 
 
 _AMPERE, _HOPPER = {2: 312e12, 4: 19.5e12}, {1: 1979e12, 2: 989e12, 4: 67e12}
-# A more specific name stands before the name that it contains.
+_GB200, _B200 = {1: 5000e12, 2: 2500e12, 4: 80e12}, {1: 4500e12, 2: 2250e12, 4: 80e12}
+_ADA = {1: 733e12, 2: 362e12, 4: 91.6e12}
+# Key: name, memory, FLOP/s, compute capability, link, network, bandwidth. A more specific key stands before the key that it
+# contains.
+_FIGURES = {
+    "a100-40": ("A100 40GB", 40e9, _AMPERE, (8, 0), 300e9, 25e9, 1.56e12),
+    "a100": ("A100 80GB", 80e9, _AMPERE, (8, 0), 300e9, 25e9, 2.04e12),
+    "h100": ("H100 80GB", 80e9, _HOPPER, (9, 0), 450e9, 50e9, 3.35e12),
+    "h200": ("H200", 141e9, _HOPPER, (9, 0), 450e9, 50e9, 4.8e12),
+    "gb200": ("GB200", 186e9, _GB200, (10, 0), 900e9, 50e9, 8e12),
+    "b200": ("B200", 180e9, _B200, (10, 0), 900e9, 50e9, 8e12),
+    "l40s": ("L40S", 48e9, _ADA, (8, 9), 32e9, 25e9, 0.864e12),
+}
 GPUS = {
-    "a100-40": Hardware(
-        name="A100 40GB", memory=40e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9, bandwidth=1.56e12
-    ),
-    "a100": Hardware(
-        name="A100 80GB", memory=80e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9, bandwidth=2.04e12
-    ),
-    "h100": Hardware(
-        name="H100 80GB", memory=80e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9, bandwidth=3.35e12
-    ),
-    "h200": Hardware(
-        name="H200", memory=141e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9, bandwidth=4.8e12
-    ),
-    "gb200": Hardware(
-        name="GB200",
-        memory=186e9,
-        flops={1: 5000e12, 2: 2500e12, 4: 80e12},
-        capability=(10, 0),
-        link=900e9,
-        network=50e9,
-        bandwidth=8e12,
-    ),
-    "b200": Hardware(
-        name="B200",
-        memory=180e9,
-        flops={1: 4500e12, 2: 2250e12, 4: 80e12},
-        capability=(10, 0),
-        link=900e9,
-        network=50e9,
-        bandwidth=8e12,
-    ),
-    "l40s": Hardware(
-        name="L40S",
-        memory=48e9,
-        flops={1: 733e12, 2: 362e12, 4: 91.6e12},
-        capability=(8, 9),
-        link=32e9,
-        network=25e9,
-        bandwidth=0.864e12,
-    ),
+    key: Hardware(
+        name=name, memory=memory, flops=flops, capability=capability, link=link, network=network, bandwidth=bandwidth
+    )
+    for key, (name, memory, flops, capability, link, network, bandwidth) in _FIGURES.items()
 }
 DEFAULT_GPU = "h100"
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
 
-    from nemo_kto.device.kernel_check import Form
+    from nemo_kto.device.kernels import Form
     from nemo_kto.layers.mixer_module import RecurrentModule
 else:
     torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
@@ -308,8 +308,7 @@ def fastest_delta_rule(dtype: torch.dtype, *, key_dim: int, value_dim: int, valu
 
     The outputs of the kernel are in the dtype of the values.
     """
-    from nemo_kto.device.kernel_check import agreeing, draw_inputs
-    from nemo_kto.device.kernels import delta_rule_kernel
+    from nemo_kto.device.kernels import agreeing, delta_rule_kernel, draw_inputs
 
     if (kernel := delta_rule_kernel(dtype)) is None:
         return gated_delta_rule

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from torch import Tensor
 
-    from nemo_kto.device.kernel_check import Form
+    from nemo_kto.device.kernels import Form
     from nemo_kto.layers.mixer_module import RecurrentModule
 else:
     torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
@@ -262,8 +262,7 @@ def fastest_scan(dtype: torch.dtype, *, heads: int, head_dim: int, state_dim: in
     Args:
         heads: number of heads of a group.
     """
-    from nemo_kto.device.kernel_check import agreeing, draw_inputs
-    from nemo_kto.device.kernels import scan_kernel
+    from nemo_kto.device.kernels import agreeing, draw_inputs, scan_kernel
 
     if (kernel := scan_kernel(dtype)) is None:
         return state_space_scan

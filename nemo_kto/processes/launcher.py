@@ -145,13 +145,7 @@ class _Rank:
         return self.status != 0 or self.recorded != ranks.ENDED
 
 
-def _start(
-    rank: int,
-    count: int,
-    command: Sequence[str],
-    inherited: Mapping[str, int],
-    printed: _Printed | None,
-) -> _Rank:
+def _start(rank: int, count: int, command: Sequence[str], inherited: Mapping[str, int], printed: _Printed | None) -> _Rank:
     """Start a rank with the file descriptors that it inherits, by the environment variable that names them."""
     files = {name: f"/proc/self/fd/{number}" for name, number in inherited.items()}  # valid in both processes
     variables = {

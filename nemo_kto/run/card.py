@@ -72,21 +72,13 @@ inputs = tokenizer.apply_chat_template(
 
 @dataclass(frozen=True, kw_only=True)
 class CardSources:
-    """Sources of a model card.
+    """Sources of a model card."""
 
-    Attributes:
-        info: content of the checkpoint's trainer.json; empty if the run has no checkpoint.
-        run: the run folder; None if the checkpoint is not in one.
-        original: the Hugging Face folder of the original model, or a checkpoint's copy of its small files.
-        adapters: whether the export holds only adapters.
-        refusal: why peft does not load the adapters of the model; None if it does.
-    """
-
-    info: Mapping[str, Any]
-    run: Path | None
-    original: Path
-    adapters: bool
-    refusal: str | None = None
+    info: Mapping[str, Any]  # content of the checkpoint's trainer.json; empty if the run has no checkpoint
+    run: Path | None  # the run folder; None if the checkpoint is not in one
+    original: Path  # the Hugging Face folder of the original model, or a checkpoint's copy of its small files
+    adapters: bool  # whether the export holds only adapters
+    refusal: str | None = None  # why peft does not load the adapters of the model; None if it does
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -126,8 +118,7 @@ class CardSources:
         for name in (str(self.config.get(key, "")), origin, str(self.original)):
             if (found := hub_name(name)) is not None:
                 return found
-        local = str(self.config.get(key) or origin)
-        return None, Path(local).name
+        return None, Path(str(self.config.get(key) or origin)).name
 
 
 def write_card(folder: Path, sources: CardSources) -> None:
@@ -193,11 +184,8 @@ def _front_matter(sources: CardSources) -> dict[str, object]:
     values |= {"library_name": "peft" if sources.adapters else "transformers", "pipeline_tag": "text-generation"}
     is_lora = sources.facts.get("model.peft.peft_scheme", "none") != "none"
     built_in = None if sources.built_in_loss is None else sources.loss
-    values["tags"] = list(
-        dict.fromkeys(
-            tag for tag in ("nemo-kto", "alignment", sources.algorithm, built_in, "lora" if is_lora else None) if tag
-        )
-    )
+    tags = ("nemo-kto", "alignment", sources.algorithm, built_in, "lora" if is_lora else None)
+    values["tags"] = list(dict.fromkeys(filter(None, tags)))
     if sets := [name for name in _data_names(sources.config.get("model.data.data_prefix")) if name.startswith(HUB)]:
         values["datasets"] = list(dict.fromkeys(re.split("[@:]", name.removeprefix(HUB))[0] for name in sets))
     return values
@@ -205,9 +193,8 @@ def _front_matter(sources: CardSources) -> dict[str, object]:
 
 def _introduction(sources: CardSources) -> str:
     repository, detail = sources.base
-    base = (
-        f"[{repository}](https://huggingface.co/{repository}) (commit `{detail}`)" if repository else markdown_code(detail)
-    )
+    link = f"[{repository}](https://huggingface.co/{repository}) (commit `{detail}`)"
+    base = link if repository else markdown_code(detail)
     title = f"# {markdown_text(detail if repository is None else repository.partition('/')[2])}"
     if sources.algorithm is None:
         return f"{title}, aligned\n\nExported from a checkpoint of nemo-kto that does not record its training."

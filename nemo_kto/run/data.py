@@ -177,11 +177,7 @@ def build_data(
 
 def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, multiple: int) -> dict[str, Any]:
     """Return the keyword arguments of the collate functions in ``data.batches.collate``."""
-    return {
-        "eos_id": tokenizer.eos_token_id,
-        "seq_length": cfg.seq_length,
-        "pad_to_multiple": multiple,
-    }
+    return {"eos_id": tokenizer.eos_token_id, "seq_length": cfg.seq_length, "pad_to_multiple": multiple}
 
 
 def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[int]]]:

@@ -15,8 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings, adapts_experts, few_adapted, refused_by_peft
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
+from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, newest_checkpoint, saved_adapters
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.saved_config import CONFIG_FILE
 from nemo_kto.device import device
@@ -218,15 +217,7 @@ def export_policy(
             merge_adapters(chunks)
         size = int(max_shard_size_gb * 1e9)
         copied_from = policy.files.original
-        export(
-            chunks,
-            architecture,
-            source=source,
-            out=out,
-            max_shard_bytes=size,
-            original=copied_from,
-            describe=describe,
-        )
+        export(chunks, architecture, source=source, out=out, max_shard_bytes=size, original=copied_from, describe=describe)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:

@@ -18,9 +18,8 @@ from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_sup
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.memory.hardware import these_machines
-from nemo_kto.memory.memory_check import check_memory
 from nemo_kto.memory.micro_batches import micro_batch_limits, repeats_keys
-from nemo_kto.memory.run_plan import Machines, place_reference, size_micro_batches
+from nemo_kto.memory.run_plan import Machines, check_memory, place_reference, size_micro_batches
 from nemo_kto.model_files.checkpoint_files import find_checkpoints
 from nemo_kto.model_files.hub import is_hub_name, pin
 from nemo_kto.models.engine.sequences import MicroBatchLimits

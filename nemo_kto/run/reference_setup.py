@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from nemo_kto.algorithms.duration import batches_to_epoch_end, steps_to_epoch_end, validation_batches, validation_sets
 from nemo_kto.checkpoint.manager import load_weights_only, saved_adapters
-from nemo_kto.checkpoint.sharded_weights import get_rng_state, set_rng_state
+from nemo_kto.checkpoint.sharded_state import get_rng_state, set_rng_state
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.loader import every_example
 from nemo_kto.device import device
@@ -134,13 +134,7 @@ def load_model(policy: Policy, other: ModelSource) -> None:
 
 
 def _live_reference(
-    run: ResolvedRun,
-    policy: Policy,
-    engine: LogProbEngine,
-    timers: PhaseTimers,
-    *,
-    disables_adapters: bool,
-    on_gpu: bool,
+    run: ResolvedRun, policy: Policy, engine: LogProbEngine, timers: PhaseTimers, *, disables_adapters: bool, on_gpu: bool
 ) -> ReferenceSetup:
     """Build a reference from the current weights of the model."""
     if disables_adapters and not run.files.has_adapters:

@@ -19,7 +19,7 @@ import numpy as np
 
 from nemo_kto.algorithms.duration import EarlyStopping
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig

@@ -1,4 +1,4 @@
-"""kill -9 of each rank, the launcher and all of them, in each phase; then the same command again.
+"""kill -9 of each rank, the launcher and all of them, in each phase; then the same command, or torchrun, again.
 
 The second start ends as if nothing had happened: the same losses to the last bit, every row once an epoch, the same exported
 files bit for bit, nothing left behind.
@@ -6,13 +6,16 @@ files bit for bit, nothing left behind.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.job import Crash, Ended, Job, assert_resumes, run
+from nemo_kto.algorithms.callbacks import Callback, Event, Trainer
+from tests.chaos.job import Crash, Ended, Job, assert_resumes, files, metrics, run
 
 # Where a run may be, by the phase: point, and how often it has been there before.
 POINTS: dict[str, tuple[str, int]] = {
@@ -114,3 +117,33 @@ def test_killed_again_while_resuming(who: str, job: Job, whole: Callable[[Job], 
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)
     assert_resumes(job, tmp_path, whole(job))
+
+
+KILLED_AFTER = (3, 5)  # steps; the job has six, and saves every second
+
+
+class KillRank(Callback):
+    """Kills rank 1 after each step of ``KILLED_AFTER``, once; ``folder`` has a file for each kill."""
+
+    def __init__(self, *, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_step_end(self, trainer: Trainer, event: Event) -> None:
+        done = self.folder / f"killed_after_{event.step}"
+        if os.environ["RANK"] == "1" and event.step in KILLED_AFTER and not done.exists():
+            done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_torchrun_restarts_and_resumes(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+    kill = f"trainer.callbacks=[{{_target_: {__name__}.KillRank, folder: {tmp_path}}}]"
+    ended = run(replace(job, restarts=2, overrides=(*job.overrides, kill)), tmp_path)
+    assert (ended.status, ended.hung, ended.left_running) == (0, False, []), ended.output
+    assert sorted(path.name for path in tmp_path.glob("killed_*")) == [f"killed_after_{step}" for step in KILLED_AFTER]
+    assert ended.output.count("failed (exitcode: -9) local_rank: 1") == 2, ended.output
+    assert ended.output.count(", resumed after step ") >= 1, ended.output
+    expected = whole(job) / "run"
+    assert metrics(tmp_path / "run") == metrics(expected), "every step once, to the last bit"
+    assert files(tmp_path / "run" / "hf") == files(expected / "hf")

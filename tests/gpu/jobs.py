@@ -19,11 +19,7 @@ from tests.helpers.training_jobs import trajectory
 GPUS = device.device_count()
 IS_EMULATED = "tests.emulated_cuda.start" in sys.modules
 STEPS = 4
-LORA = (
-    "model.peft.peft_scheme=lora",
-    "model.peft.lora_tuning.adapter_dim=4",
-    "model.peft.lora_tuning.target_modules=[all]",
-)
+LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.target_modules=[all]")
 # Models other than Llama: the family, by the name of its folder, which is in that of the runs.
 FAMILIES = {"experts": "qwen3_moe", "delta-nets": "qwen3_5_text", "latents": "deepseek_v3", "mamba": "nemotron_h"}
 OF_FAMILY = {name: (f"pretrained_checkpoint.restore_from_path={name}",) for name in FAMILIES}

@@ -16,7 +16,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import newest_checkpoint
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed import state

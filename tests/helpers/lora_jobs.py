@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
-from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.manager import CheckpointManager
+from nemo_kto.checkpoint.manager import CheckpointManager, newest_checkpoint
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.device import device
 from nemo_kto.distributed import state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,3 +83,16 @@ def raises(error: type[BaseException] | tuple[type[BaseException], ...], *parts:
 def pytest_make_parametrize_id(val: object) -> str | None:
     """A message is called by its parts in the id of a test; tests/conftest.py registers this hook."""
     return ",".join(val.parts)[:50] if isinstance(val, Message) else None
+
+
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """Messages that a logger gets within the block, on a rank, where pytest's caplog does not reach."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger(name).removeHandler(handler)

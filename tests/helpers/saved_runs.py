@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.manager import CheckpointManager
+from nemo_kto.checkpoint.manager import CheckpointManager, newest_checkpoint
 from tests.helpers import lora_jobs
 
 

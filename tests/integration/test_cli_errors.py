@@ -1,4 +1,4 @@
-"""Wrong command lines: all errors, printed once, status 2, and nothing started or written."""
+"""Wrong command lines: all errors, printed once, status 2, and nothing started or written; trackers that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, run, stub_training
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, of_every_algorithm, run, stub_training
 from tests.helpers.messages import Message, assert_names
+from tests.helpers.tiny_models import make_rows, write_rows
 
 # ALGORITHM stands for the name of each.
 WRONG = [
@@ -188,3 +189,14 @@ def test_code_in_a_run_that_ends_its_process(tmp_path: Path, body: str, said: li
     assert done.returncode == 1
     assert_names(done.stderr, *said)
     assert "0123456789abcdef" not in done.stdout + done.stderr
+
+
+def test_an_mlflow_address_of_no_known_kind(tiny_llama: Path, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", make_rows(40))
+    words = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", f"model.data.data_prefix={file}", "hardware=cpu"]
+    words += [f"model.data.cache_dir={tmp_path / 'cache'}", "model.data.seq_length=64", "model.global_batch_size=16"]
+    words.append("export.report=false")
+    words += ["exp_manager.create_mlflow_logger=true", "exp_manager.mlflow_logger_kwargs.tracking_uri=mlfow://host"]
+    done = run([*CLI, "kto", *words], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert_names(done.stderr, "mlflow", "mlfow://host", "exp_manager.create_mlflow_logger=false")

@@ -62,11 +62,7 @@ def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "output"),
-    [
-        ("model: [1\n", ["compose"]),
-        ("defaults: 3\n", ["compose", "list", "mine", "int"]),
-    ],
+    ("text", "output"), [("model: [1\n", ["compose"]), ("defaults: 3\n", ["compose", "list", "mine", "int"])]
 )
 def test_a_file_without_a_configuration(tmp_path: Path, text: str, output: list[str]) -> None:
     env = stub_training(tmp_path, "raise AssertionError('started')")

@@ -1,15 +1,16 @@
-"""The complete output of commands, and the export of the best checkpoint."""
+"""The complete output of commands, also where it is full or closed, and the export of the best checkpoint."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, run, stub_training
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, run, start, stub_training
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.outputs import assert_output
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
@@ -252,3 +253,80 @@ logging.getLogger("library").info("not told")
     assert lines[:3] == first
     assert lines[-1] == "told in job 2"
     assert lines[3:-1] == first[:2]
+
+
+def run_closed(command: list[str], folder: Path, env: dict[str, str], *, full: bool) -> tuple[int, str]:
+    """Status and stderr of a command whose standard output is full, or a pipe without reader."""
+    if full:
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, output = os.pipe()
+        os.close(read)
+    with (folder / "errors").open("w") as errors:
+        status = start(command, cwd=folder, env=env, output=output, errors=errors.fileno()).wait(100)
+    os.close(output)
+    return status, (folder / "errors").read_text()
+
+
+def test_a_run_is_finished(tmp_path: Path) -> None:
+    body = "print('started', flush=True)\nopen(f'finished{rank}', 'w').close()\nprint('finished', flush=True)"
+    env = stub_training(tmp_path, body)
+    status, message = run_closed([*CLI, "kto", *GOOD, "trainer.devices=2"], tmp_path, env, full=True)
+    assert status == 0, message
+    assert "Traceback" not in message
+    assert_names(message, "nemo-kto: standard output", "No space left on device")
+    assert len(list(tmp_path.glob("finished*"))) == 2
+
+
+@pytest.mark.parametrize("words", [["kto", "--help"], ["checkpoint", "ls", "results"]], ids=" ".join)
+def test_closed_output_of_a_printing_command(tmp_path: Path, words: list[str]) -> None:
+    """A command ends without a traceback; its status is an error only if its output is lost."""
+    env = stub_training(tmp_path, "")
+    (tmp_path / "results/checkpoints/step_000001").mkdir(parents=True)
+    status, message = run_closed([*CLI, *words], tmp_path, env, full=True)
+    assert status == 1, message
+    assert_names(message, "nemo-kto: standard output", "No space left on device")
+    assert "Traceback" not in message
+    assert run_closed([*CLI, *words], tmp_path, env, full=False) == (0, "")
+
+
+@pytest.mark.full
+def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path) -> None:
+    rows = [{**row, "id": number, "source": "web"} for number, row in enumerate(make_rows(40))]
+    rows[0]["response"] = "long " * 20
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    words = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", f"model.data.data_prefix={file}", "hardware=cpu"]
+    words += [f"model.data.cache_dir={tmp_path / 'cache'}", "model.data.seq_length=64", "export.enabled=false"]
+    words += ["exp_manager.create_tensorboard_logger=false", "export.report=false", "trainer.kto.limit_train_batches=2"]
+    done = run([*CLI, "kto", *words], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert_names(
+        done.stderr,
+        "nemo-kto",
+        "model.global_batch_size",
+        "number",
+        "40",
+        "64",
+        "model.global_batch_size=40",
+        "train",
+        "model.data.data_prefix",
+    )
+    assert not (tmp_path / "results").exists()
+
+    done = run(
+        [*CLI, "kto", *words, "model.global_batch_size=16"], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "results/gpt_kto/metrics.jsonl").read_text().splitlines()]
+    assert [line["train/rows"] for line in logged if "train/loss" in line] == [16, 16]
+    assert not any("val/loss" in line for line in logged)
+    cache = tmp_path / "cache"
+    assert [path for path in [cache, *cache.rglob("*")] if path.stat().st_mode & 0o077] == [], "rows may be private"
+    expected = [
+        Message(f"{file}", "used", "id", "40"),
+        Message("validation", "40", "all", 'model.data.splits_string="90,10"', "null"),
+        Message("train", "answer", "1", "40", "model.data.seq_length=64"),
+    ]
+    assert [text for text in expected if text not in done.stderr.splitlines()] == []
+    assert "16 rows a step" in done.stdout
+    assert "each epoch omits 8 rows" in done.stdout

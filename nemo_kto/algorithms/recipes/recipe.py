@@ -99,46 +99,31 @@ class Imported:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe:
-    """An algorithm, as the command line and the builder of a run need to know it.
+    """An algorithm, as the command line and the builder of a run need to know it."""
 
-    Attributes:
-        name: name of the command and of the sections trainer.NAME and model.NAME; its configuration is conf/gpt_NAME.yaml.
-        losses: built-in losses, by value of ``preference_loss``.
-        loss_inputs: names of the keyword arguments that every loss function must take.
-        optional_inputs: names of those that are passed to the loss functions that take them.
-        unit: plural noun for the rows of the data.
-        data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
-            rewards.
-        metrics: metrics reported by its losses, by which checkpoints can be ranked as val_METRIC or train_METRIC.
-        val_metrics: further metrics, which only validations report.
-        anchors: quantities against which losses may measure rewards (``Loss.anchor``), each with the metric that reports it.
-        aliases: names that other trainers use for algorithm-specific keys, with our names; see ``config.migration``.
-        dataset: class of the examples, which takes ``data_defaults`` as further arguments.
-        collate: collates the examples of this rank (the indices ``kept``) in a global batch; with ``with_kl`` the batch
-            contains KL examples, for a loss that needs z0.
-        costs: builds the ``data.batches.loader.ExampleCosts`` of the examples of a global batch.
-        sequences: returns the sequences of a batch, see ``PreferenceModel.sequences``.
-        model, trainer: classes.
-    """
-
-    name: str
+    name: str  # of the command and of the sections trainer.NAME and model.NAME; its configuration is conf/gpt_NAME.yaml
     title: str
     data: str
     page: str
-    losses: Mapping[str, Loss]
-    loss_inputs: frozenset[str]
-    optional_inputs: frozenset[str]
+    losses: Mapping[str, Loss]  # built-in losses, by value of ``preference_loss``
+    loss_inputs: frozenset[str]  # names of the keyword arguments that every loss function must take
+    optional_inputs: frozenset[str]  # names of those that are passed to the loss functions that take them
     loss_section: type[LossConfig]
-    unit: str = "rows"
+    unit: str = "rows"  # plural noun for the rows of the data
+    # Algorithm-specific keys of model.data with their default values, for losses that need rewards.
     data_defaults: Mapping[str, float] = field(default_factory=dict)
-    metrics: tuple[str, ...]
-    val_metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...]  # of its losses, by which checkpoints can be ranked as val_METRIC or train_METRIC
+    val_metrics: tuple[str, ...] = ()  # further metrics, which only validations report
+    # Quantities against which losses may measure rewards (``Loss.anchor``), each with the metric that reports it.
     anchors: Mapping[str, str] = field(default_factory=dict)
+    # Names that other trainers use for algorithm-specific keys, with our names; see ``config.migration``.
     aliases: Mapping[str, str] = field(default_factory=dict)
-    dataset: Imported
+    dataset: Imported  # class of the examples, which takes ``data_defaults`` as further arguments
+    # Collates the examples of this rank (the indices ``kept``) in a global batch; with ``with_kl`` the batch contains KL
+    # examples, for a loss that needs z0.
     collate: Imported
-    costs: Imported
-    sequences: Imported
+    costs: Imported  # builds the ``data.batches.loader.ExampleCosts`` of the examples of a global batch
+    sequences: Imported  # returns the sequences of a batch, see ``PreferenceModel.sequences``
     model: Imported
     trainer: Imported
 
@@ -162,8 +147,7 @@ class Recipe:
     def find_loss(self, name: str) -> Loss:
         """Return the loss with the given name or import path.
 
-        Raises:
-            UserError: there is no such loss, it does not fit the algorithm, or its annotations cannot be read.
+        Raises UserError if there is no such loss, it does not fit the algorithm, or its annotations cannot be read.
         """
         loss = find_loss(name, self.losses)
         problems = []

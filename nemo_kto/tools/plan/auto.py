@@ -10,8 +10,7 @@ from nemo_kto.config.compose import is_auto
 from nemo_kto.config.resolved import LAYOUT_SETTINGS, ResolvedRun
 from nemo_kto.errors import ConfigError
 from nemo_kto.memory.hardware import Machines
-from nemo_kto.memory.memory_check import LORA, overrides
-from nemo_kto.memory.run_plan import ROOM, Plan, make_plan, size, with_precision
+from nemo_kto.memory.run_plan import LORA, ROOM, Plan, make_plan, overrides, size, with_precision
 from nemo_kto.tools.plan.layouts import best_layouts, layouts, values_of
 from nemo_kto.tools.plan.shortage import find_shortage
 from nemo_kto.utils.fields import echo

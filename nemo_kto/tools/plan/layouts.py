@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from nemo_kto.memory.memory_check import FULL_RECOMPUTATION, NO_RECOMPUTATION, divisors, expert_degrees, is_possible
-from nemo_kto.memory.run_plan import AXES, Plan, Values, degrees, make_plan
+from nemo_kto.memory.run_plan import (
+    AXES,
+    FULL_RECOMPUTATION,
+    NO_RECOMPUTATION,
+    Plan,
+    Values,
+    degrees,
+    divisors,
+    expert_degrees,
+    is_possible,
+    make_plan,
+)
 from nemo_kto.tools.plan.speed import speed_of
 
 _RECOMPUTE = (

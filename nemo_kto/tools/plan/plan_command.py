@@ -17,8 +17,7 @@ from nemo_kto.config.rules.gpu_rules import OLDEST_ENGINE, Computes, computes_he
 from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.errors import ConfigError, error_of
 from nemo_kto.memory.hardware import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Machines, gpus_elsewhere, these_machines
-from nemo_kto.memory.memory_check import LORA, overrides
-from nemo_kto.memory.run_plan import Plan, make_plan, with_precision
+from nemo_kto.memory.run_plan import LORA, Plan, make_plan, overrides, with_precision
 from nemo_kto.processes.ranks import World
 from nemo_kto.tools.plan.auto import settle
 from nemo_kto.tools.plan.layouts import best_layouts, values_of

@@ -9,9 +9,8 @@ from itertools import islice
 
 from nemo_kto.architecture.stages import ONE_STAGE
 from nemo_kto.memory.hardware import GPUS_PER_MACHINE
-from nemo_kto.memory.memory_check import LORA, changed
 from nemo_kto.memory.rank_memory import RankMemory, rank_memory
-from nemo_kto.memory.run_plan import Plan, make_plan
+from nemo_kto.memory.run_plan import LORA, Plan, changed, make_plan
 from nemo_kto.tools.plan.layouts import best_layouts, fitting_layouts
 
 _COUNTS = 16  # numbers of GPUs that are tried

@@ -33,10 +33,7 @@ _WRITTEN = {
     "samples_write": re.compile(r"/run/samples\.jsonl$"),
     "report_write": re.compile(r"/run/\.report\.(?:html|md)-"),
 }
-_READ = {
-    "rows_read": re.compile(r"/rows\.jsonl$"),
-    "load": re.compile(r"/run/checkpoints/step_\d+/state/"),
-}
+_READ = {"rows_read": re.compile(r"/rows\.jsonl$"), "load": re.compile(r"/run/checkpoints/step_\d+/state/")}
 # Point before and after a rename, by the name that is given.
 _PUBLISHED = {
     ("cache_publish", "cache_published"): re.compile(r"/cache/[^/]*arrow$"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import newest_checkpoint
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import hash_file, info_text

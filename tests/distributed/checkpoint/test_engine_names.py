@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.checkpoint.sharded_weights import load_weights, sharded_weights
+from nemo_kto.checkpoint.sharded_state import load_weights, sharded_weights
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.rank_weights import rank_weights
 from nemo_kto.models.gpt import build_gpt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from nemo_kto.huggingface.hf_weights import export, load_weights
 from nemo_kto.model_files.safetensors_files import is_our_model
 from tests.helpers import hf_jobs
 from tests.helpers.hf_models import weights
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, logged
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train
@@ -139,16 +138,13 @@ def test_weights_that_are_not_finite_are_not_exported(ranks: RankPool, tmp_path:
 
 def odd_files(model: Path, out: Path) -> tuple[str, str, list[str]]:
     """Exports of a folder with a link that leads outside, and with a pipe and a file that only its owner can read."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nemo_kto").addHandler(handler)
     exporter = Exporter(model)
     for name in ("merges.txt", "vocab.json", "special_tokens_map.json", "generation_config.json"):
         (model / name).unlink(missing_ok=True)
     (model.parent / "secret").write_text("of someone else")
     (model / "merges.txt").symlink_to(model.parent / "secret")
-    outside = exporter(out)
+    with logged("nemo_kto") as warnings:
+        outside = exporter(out)
     (model / "merges.txt").unlink()
     os.mkfifo(model / "vocab.json")
     (model / "special_tokens_map.json").mkdir()
@@ -161,10 +157,10 @@ def odd_files(model: Path, out: Path) -> tuple[str, str, list[str]]:
     (model / "chat_template.jinja").symlink_to("tokenizer_config.json")
     before = os.umask(0o022)
     try:
-        return outside, exporter(out), warnings
+        with logged("nemo_kto") as later:
+            return outside, exporter(out), warnings + later
     finally:
         os.umask(before)
-        logging.getLogger("nemo_kto").removeHandler(handler)
 
 
 def test_special_files_in_the_model_folder(ranks: RankPool, tmp_path: Path) -> None:

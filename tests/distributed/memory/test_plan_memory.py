@@ -1,15 +1,20 @@
-"""The planned memory of a rank, compared with the measured peak of a run."""
+"""The planned parameters and memory of a rank, compared with the built model and the measured peak of a run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.errors import UserError
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 from tests.helpers.training_jobs import train
@@ -125,3 +130,127 @@ def run(place: Path, folder: Path, world_size: int, overrides: list[str]) -> lis
     finally:
         ranks.close()
     return found
+
+
+# Parameters of a rank: its stage, and name -> shape and whether it is trained.
+Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]
+ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",), layers=(1, 3))
+
+
+def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings | None, expert: int) -> Built:
+    """The parameters of this rank of a model that is really built."""
+    import torch
+
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.models.gpt import build_chunks
+    from nemo_kto.models.lora.adapters import add_adapters
+
+    virtual = split.chunks if split.chunks > 1 else None
+    layout = state.Layout(tensor=tensor, pipeline=split.stages, virtual=virtual, expert=expert, expert_tensor=1)
+    state.init_distributed(layout=layout, seed=1)
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
+    actual = {}
+    for gpt in build_chunks(architecture, params_dtype=torch.float32, split=split, expert_parallel=expert):
+        if adapters is not None:
+            add_adapters(gpt, adapters, architecture=architecture, seed=1)
+        for name, parameter in gpt.named_parameters():
+            if name.startswith("decoder.layers."):
+                number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{gpt.decoder.layers[int(number)].layer_number - 1}.{rest}"
+            actual[name] = tuple(parameter.shape), parameter.requires_grad
+    return state.pipeline_stage(), actual
+
+
+def planned(
+    model: Path, tensor: int, split: PipelineSplit, stage: int, adapters: LoRASettings | None, expert: int
+) -> Mapping[str, Any]:
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.architecture.parameters import rank_parameters
+
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
+    found = rank_parameters(architecture, split=split, expert_parallel=expert, stage=stage, adapters=adapters)
+    return {name: (each.shape, each.trained) for each in found for name in each.names}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
+    """A vocabulary and heads that need padding; tied and untied; biases, and norms on heads or on all of them."""
+    changes: dict[str, dict[str, Any]] = {
+        "gpt_oss": {"num_local_experts": 8},
+        "llama": {"attention_bias": True, "mlp_bias": True},
+    }
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    return lambda family: tiny_checkpoint(family, **heads, **changes.get(family, {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "split", "adapters"),
+    [
+        ("gemma2", 2, PipelineSplit(), None),
+        pytest.param("llama", 2, PipelineSplit(stages=2), None, marks=pytest.mark.full),
+        ("olmo2", 2, PipelineSplit(), ADAPTERS),
+        ("qwen2", 2, PipelineSplit(stages=2, chunks=2), replace(ADAPTERS, dora=True)),
+        pytest.param("qwen3", 4, PipelineSplit(), ADAPTERS, marks=pytest.mark.full),
+        ("llama", 2, PipelineSplit(), replace(ADAPTERS, target_modules=("embed_tokens",), layers=None)),
+        ("qwen3", 1, PipelineSplit(stages=3, chunks=2, counts_embedding=True, counts_loss=True), None),
+    ],
+)
+def test_parameters_of_a_rank_equal_the_plan(
+    ranks: RankPool,
+    models: Callable[[str], Path],
+    family: str,
+    tensor: int,
+    split: PipelineSplit,
+    adapters: LoRASettings | None,
+) -> None:
+    found: list[Built] = ranks.run(tensor * split.stages, built, models(family), tensor, split, adapters, 1)
+    assert {stage for stage, _ in found} == set(range(split.stages))
+    for stage, actual in found:
+        assert planned(models(family), tensor, split, stage, adapters, 1) == actual
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "stages", "expert", "adapters"),
+    [
+        ("gpt_oss", 2, 1, 2, None),
+        ("glm4_moe", 1, 1, 2, None),  # a correction bias, which is not trained
+        pytest.param("qwen2_moe", 2, 2, 2, ADAPTERS, marks=pytest.mark.full),
+        ("llama4_text", 2, 1, 2, ADAPTERS),  # on a layer's shared expert, and not on the others
+        pytest.param("qwen3_moe", 1, 1, 4, None, marks=pytest.mark.full),
+    ],
+)
+def test_parameters_of_experts_equal_the_plan(
+    ranks: RankPool,
+    models: Callable[[str], Path],
+    family: str,
+    tensor: int,
+    stages: int,
+    expert: int,
+    adapters: LoRASettings | None,
+) -> None:
+    """The first expert-parallel rank numbers its experts as the model does; all ranks hold equally many."""
+    split = PipelineSplit(stages=stages)
+    found: list[Built] = ranks.run(max(tensor, expert) * stages, built, models(family), tensor, split, adapters, expert)
+    for stage, actual in found:
+        assert planned(models(family), tensor, split, stage, adapters, expert) == actual
+        assert any(".experts." in name for name in actual)
+
+
+def error_with_memory(memory: int, model: Path, rows: Path, folder: Path) -> str:
+    """Error of a run on a machine with this many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_kto.device.device.host_memory_bytes", lambda: memory)
+        with pytest.raises(UserError) as error:
+            train(model, rows, folder, 2, ["trainer.kto.max_steps=1", "model.reference.mode=cached"])
+    return str(error.value)
+
+
+def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    number = 2 * 259 * 64 + 2 * (36_864 + 2 * 64) + 64  # both tables, two layers with two norms, and the last norm
+    # fp32: 4 of weights, 4 of gradients, 8 / 2 of moments, which the two data-parallel ranks share out, and 4 of the policy
+    # on the host while the reference is evaluated for a later epoch
+    need = 16 * number
+    refusals = ranks.run(2, error_with_memory, 2 * need - 2, tiny_llama, kto_rows, tmp_path)
+    assert refusals == [Message("1.7 MB", "2 ranks", "nemo-kto plan kto")] * 2
+    assert [*tmp_path.glob("*.jsonl")] == [], "nothing was started"

@@ -1,4 +1,4 @@
-"""Communication of a step: the closed form of tools/plan/speed.py against counts on real ranks."""
+"""Communication of a step against counts on real ranks, and the logged model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.memory.rank_memory import Training
 from nemo_kto.memory.run_plan import Step
 from nemo_kto.tools.plan.speed import step_traffic
+from tests.helpers import training_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train
@@ -147,3 +148,20 @@ def test_communication_equals_the_formula(
             sent_by = [(part, each) for part in PARTS.get(axis, (axis,)) for each in MESSAGES[part]]
             sent = sum(found["sent"].get(part, {}).get(each, 0.0) for part, each in sent_by)
             assert sent == pytest.approx(getattr(wanted, axis), rel=0.02), (rank, axis, found)
+
+
+def test_flops_of_a_step(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    """With samples S and KL examples K: 4 S + 2 K with a live reference, 3 S + K with a cached one, 5 S for BCO."""
+
+    def flops(case: str, *overrides: str) -> float:
+        short = ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0", *overrides]
+        short.append(f"model.data.cache_dir={tmp_path / 'cache'}")
+        ranks.run(1, training_jobs.train_with_known_peak, tiny_llama, kto_rows, tmp_path / case, 1, short, "kto")
+        (step,) = training_jobs.flops(tmp_path / case, 1)
+        return step
+
+    swap, cached = flops("swap"), flops("cached", "model.reference.mode=cached")
+    samples = flops("bco", "model.kto.preference_loss=bco") / 5
+    kl_examples = cached - 3 * samples
+    assert 0.9 < kl_examples / samples < 1.1, "responses of about the same lengths"
+    assert swap == pytest.approx(4 * samples + 2 * kl_examples, rel=1e-9)

@@ -37,10 +37,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2": (2, []),
 }
 ROWS = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=180"]
-LAYOUTS |= {
-    "packed_ep2": (2, [EP2, *ROWS]),
-    "packed_cp2_ep2": (2, ["model.context_parallel_size=2", EP2, *ROWS]),
-}
+LAYOUTS |= {"packed_ep2": (2, [EP2, *ROWS]), "packed_cp2_ep2": (2, ["model.context_parallel_size=2", EP2, *ROWS])}
 LORA = [
     "model.peft.peft_scheme=lora",
     "model.peft.lora_tuning.adapter_dim=4",
@@ -77,10 +74,7 @@ EVERY_CASE = [
     ("kto_lora", "ep2_overlap"),
     ("kto_sinks", "tp2_ep2"),
 ]
-CASES = [
-    *QUICK,
-    *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in EVERY_CASE),
-]
+CASES = [*QUICK, *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in EVERY_CASE)]
 
 
 def job(name: str, layout: str, steps: int) -> dict[str, Any]:

@@ -30,13 +30,7 @@ def make_sequences(answers: int, share: slice = slice(None)) -> Any:
 
 
 def balance_step(
-    policy: Path,
-    out: Path,
-    answers: int,
-    layout: dict[str, Any],
-    micro_batch_size: int,
-    recompute: str | None,
-    packed: bool,
+    policy: Path, out: Path, answers: int, layout: dict[str, Any], micro_batch_size: int, recompute: str | None, packed: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """On a rank: passes with only the load-balancing loss; the gradients are exported in the place of weights.
 

@@ -184,10 +184,7 @@ def test_a_soft_cap(ranks: RankPool, softcap: float) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        ({"chunk_size": 5, "softcap": 0.0}, Message("0.0", "positive")),
-        ({"chunk_size": 0}, Message("chunk_size", "1", "0")),
-    ],
+    [({"chunk_size": 5, "softcap": 0.0}, Message("0.0", "positive")), ({"chunk_size": 0}, Message("chunk_size", "1", "0"))],
     ids=["softcap", "chunk_size"],
 )
 def test_refused_arguments(given: dict[str, Any], message: Message) -> None:

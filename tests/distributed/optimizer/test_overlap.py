@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch._C import _current_graph_task_id as current_graph_task_id
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.checkpoint.sharded_weights import sharded_weights
+from nemo_kto.checkpoint.sharded_state import sharded_weights
 from nemo_kto.distributed import gradients as overlapping
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.rank_weights import rank_weights

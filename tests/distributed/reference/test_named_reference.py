@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models, lora_jobs
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, logged
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train, trajectory
@@ -162,17 +162,8 @@ def test_adapters_on_sharded_experts(
 
 def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str]) -> tuple[Logps, list[str]]:
     """On a rank: a step, and the warnings about loaded files."""
-    import logging
-
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("nemo_kto.run.policy")
-    logger.addHandler(handler)
-    try:
+    with logged("nemo_kto.run.policy") as warned:
         return run_a_step(model, rows, folder, 1, overrides), warned
-    finally:
-        logger.removeHandler(handler)
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from nemo_kto.utils import locks
 from nemo_kto.utils.locks import locked
-from tests.helpers.messages import Message, assert_names
+from tests.helpers.messages import Message, assert_names, logged
 from tests.helpers.rank_pool import RankPool
 
 
@@ -37,19 +36,12 @@ class CacheUser:
     """The operations of a run on its cache; records evaluated sequences and warnings."""
 
     def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
-        from nemo_kto.models.engine import reference as reference_module
-        from nemo_kto.models.engine.reference import CachedReference
+        from nemo_kto.models.engine import reference
 
         self.evaluated = 0
-        self.warnings: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
-        reference_module.logger.addHandler(handler)
-        try:
-            cache = reference_module.ReferenceCache(folder=folder, settings=settings, models=[model])
-        finally:
-            reference_module.logger.removeHandler(handler)
-        self.reference = CachedReference(cache=cache)
+        with logged(reference.__name__) as self.warnings:
+            cache = reference.ReferenceCache(folder=folder, settings=settings, models=[model])
+        self.reference = reference.CachedReference(cache=cache)
 
     def logprobs(self, sequences: Any) -> torch.Tensor:
         """The result of the engine."""

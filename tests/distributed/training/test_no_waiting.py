@@ -89,13 +89,7 @@ def waits(model: Path, rows: Path, folder: Path, algorithm: str, overrides: list
     ids=["kto", "dpo"],
 )
 def test_no_micro_batch_waits_for_the_device(
-    algorithm: str,
-    overrides: list[str],
-    ranks: RankPool,
-    tiny_llama: Path,
-    kto_rows: Path,
-    dpo_rows: Path,
-    tmp_path: Path,
+    algorithm: str, overrides: list[str], ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path: Path
 ) -> None:
     rows = kto_rows if algorithm == "kto" else dpo_rows
     (found,) = ranks.run(1, waits, tiny_llama, rows, tmp_path, algorithm, [*overrides, "model.micro_batch_size=2"])

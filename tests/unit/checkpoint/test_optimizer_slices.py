@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from nemo_kto.checkpoint.sharded_optimizer import Block, blocks
+from nemo_kto.checkpoint.sharded_state import Block, blocks
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (1, 3, 4), (2, 1, 3)])
@@ -25,10 +25,6 @@ def test_slices_make_up_the_range(shape: tuple[int, ...]) -> None:
 
 
 def test_a_range_is_a_partial_row_complete_rows_and_a_partial_row() -> None:
-    assert list(blocks((4, 5), 3, 17)) == [
-        Block(3, (0, 3), (1, 2)),
-        Block(5, (1, 0), (2, 5)),
-        Block(15, (3, 0), (1, 2)),
-    ]
+    assert list(blocks((4, 5), 3, 17)) == [Block(3, (0, 3), (1, 2)), Block(5, (1, 0), (2, 5)), Block(15, (3, 0), (1, 2))]
     assert list(blocks((4, 5), 6, 8)) == [Block(6, (1, 1), (1, 2))]
     assert list(blocks((4, 5), 8, 8)) == []

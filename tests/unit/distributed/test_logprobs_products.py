@@ -94,13 +94,7 @@ def test_no_product_is_as_large_as_the_weight(has_main_grad: bool, summands: int
     if has_main_grad:
         weight_VH.main_grad = torch.zeros(VOCAB, HIDDEN)  # type: ignore[attr-defined]
     logps_T = logprobs.vocab_parallel_logprobs(
-        hidden_TH.requires_grad_(),
-        weight_VH,
-        target_T,
-        vocab_size=COLUMNS,
-        group=None,
-        chunk_size=CHUNK,
-        summands=summands,
+        hidden_TH.requires_grad_(), weight_VH, target_T, vocab_size=COLUMNS, group=None, chunk_size=CHUNK, summands=summands
     )
     with Results() as results:
         logps_T.sum().backward()

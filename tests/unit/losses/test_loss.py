@@ -78,10 +78,7 @@ NAMES = "kto, apo_zero_unpaired or bco"
             "nemo_kto.losses.kto.NONE",
             Message("kto", "apo_zero_unpaired", "nemo_kto.losses.kto.NONE", "nemo_kto.losses.kto has", "bco_losses"),
         ),
-        (
-            "nemo_kto.losses.kto.kto_losses",
-            Message("nemo_kto.losses.loss", "nemo_kto.losses.kto.kto_losses"),
-        ),
+        ("nemo_kto.losses.kto.kto_losses", Message("nemo_kto.losses.loss", "nemo_kto.losses.kto.kto_losses")),
     ],
 )
 def test_invalid_losses(name: str, text: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_kto.device.kernel_check import Form
+from nemo_kto.device.kernels import Form
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution
 from nemo_kto.layers.packing import Prompts
 from nemo_kto.mixers.gated_delta_net import delta_rule_with, fastest_delta_rule, gated_delta_rule

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-from nemo_kto.device.kernel_check import Form
+from nemo_kto.device.kernels import Form
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution
 from nemo_kto.mixers.mamba2 import fastest_scan, scan_with, state_space_scan
 from tests.helpers.messages import Message

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from nemo_kto.checkpoint.discovery import newest_checkpoint, verify
+from nemo_kto.checkpoint.manager import newest_checkpoint, verify
 from nemo_kto.errors import UserError
 from nemo_kto.model_files import checkpoint_files
 from nemo_kto.model_files.checkpoint_files import check_checkpoint, hash_file, info_text

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nemo_kto.algorithms.duration import BestValidation, EarlyStopping
-from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors
-from nemo_kto.checkpoint.sharded_weights import adapters_in
+from nemo_kto.checkpoint.sharded_state import adapters_in
 from nemo_kto.cli.checkpoint_command import ls, verify
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.checkpoint_files import (

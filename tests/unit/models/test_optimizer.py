@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup, get_wsd_schedule
 
-from nemo_kto.checkpoint.sharded_optimizer import _set_counters
+from nemo_kto.checkpoint.sharded_state import _set_counters
 from nemo_kto.models.engine import optimizer as optimizers
 from nemo_kto.models.engine.optimizer import build_scheduler, fuse_torch_adam
 

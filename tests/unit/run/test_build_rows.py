@@ -1,4 +1,4 @@
-"""Too few rows are reported before the model is built."""
+"""Preparation of a run: number of rows, packing, choices that follow from the memory of GPUs, and phases of the schedule."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.schema import ScheduleConfig
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.device import device, kernels
 from nemo_kto.memory.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.models.flops import ModelFlops
+from nemo_kto.run import prepare, summary
 from nemo_kto.run import reference_setup as reference
+from nemo_kto.run.build_trainer import ScheduleLengths, schedule_lengths
 from nemo_kto.run.data import check_number_of_rows, shares_of, source_settings
-from tests.helpers.messages import raises
+from nemo_kto.run.prepare import fit_to_memory
+from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 
 
@@ -172,3 +176,88 @@ def test_reference_log_probs_in_fp8_have_a_separate_cache(monkeypatch: pytest.Mo
         return reference._open_cache(resolved(*overrides), policy, engine)
 
     assert settings("model.fp8=e4m3") == settings() | {"fp8": "e4m3"}
+
+
+COUNTS = SimpleNamespace(longest=900, tokens=4000, rows=10)
+DATA: Any = SimpleNamespace(splits=SimpleNamespace(in_use={"train": SimpleNamespace(counts=COUNTS)}))
+MACHINES: Any = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "mode", "memory", "tokens", "reference_on_gpu", "lines"),
+    [
+        (True, "swap", "gpu", 4096, True, ["4,096 tokens (enough), not packed (fp32)", "GPU memory (room)"]),
+        (True, "swap", "cpu", 4096, False, ["4,096 tokens (enough), not packed (fp32)", "host memory (room)"]),
+        (True, "cached", "", 4096, False, ["4,096 tokens (enough), not packed (fp32)"]),
+        (False, "swap", "cpu", 512, False, []),
+    ],
+)
+def test_sizes_and_memory_are_chosen_once(
+    on_gpu: bool,
+    mode: str,
+    memory: str,
+    tokens: int,
+    reference_on_gpu: bool,
+    lines: list[str],
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def size(run: ResolvedRun, _: object) -> tuple[int, str]:
+        assert run.row_tokens == 400
+        return 4096, "enough"
+
+    def place(run: ResolvedRun, _: object, *, longest: int) -> tuple[str, str]:
+        assert (run.micro_batch_tokens, longest) == (4096 if on_gpu else None, 900)
+        return memory, "room"
+
+    def check(run: ResolvedRun, _: object, *, longest: int) -> str:
+        return f"{run.micro_batch_tokens} {run.reference_memory} {longest}"
+
+    monkeypatch.setattr(device, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(prepare, "size_micro_batches", size)
+    monkeypatch.setattr(prepare, "place_reference", place)
+    monkeypatch.setattr(prepare, "check_memory", check)
+    given = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", "model.data.seq_length=1024"]
+    run = resolved(*given, "trainer.precision=32", f"model.reference.mode={mode}")
+    placement = fit_to_memory(run, DATA, MACHINES)
+    assert (placement.limits.tokens, placement.reference_on_gpu) == (tokens, reference_on_gpu)
+    assert caplog.messages == [f"{4096 if on_gpu else None} {memory} 900"], "of the longest row, with both choices"
+    shown = summary._micro_batches(run, placement) | summary._reference_memory(placement)
+    assert [*shown.values()] == lines
+    assert (run.micro_batch_tokens, run.reference_memory) == (None, ""), "the run stays as it was"
+
+
+NONE: dict[str, Any] = {
+    "name": "CosineAnnealing", "warmup_steps": 0, "warmup_ratio": None, "constant_steps": 0, "min_lr": 0.0,
+    "wsd_decay_steps": None, "wsd_decay_style": None, "num_cycles": None,
+}  # fmt: skip
+WSD: dict[str, Any] = {"name": "WSD", "wsd_decay_style": "linear"}
+
+
+def lengths(steps: int, **given: Any) -> tuple[ScheduleLengths, list[str]]:
+    return schedule_lengths(ScheduleConfig(**NONE | given), steps)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warmup"), [(0.1, 100, 10), (0.29, 100, 29), (0.1, 19, 1), (0.1, 9, 0), (0.99, 3, 2)]
+)
+def test_a_ratio_refers_to_the_run(ratio: float, steps: int, warmup: int) -> None:
+    assert lengths(steps, warmup_ratio=ratio) == (ScheduleLengths(warmup, 0, None), [])
+
+
+def test_lengths_that_fit_and_a_shorter_default_need_no_warning() -> None:
+    assert lengths(100, warmup_steps=None) == (ScheduleLengths(10, 0, None), [])
+    assert lengths(4, warmup_steps=None) == (ScheduleLengths(3, 0, None), [])
+    assert lengths(10, **WSD, warmup_steps=2, constant_steps=3, wsd_decay_steps=5) == (ScheduleLengths(2, 3, 5), [])
+    assert lengths(40, warmup_steps=None, warmup_ratio=0.1) == (ScheduleLengths(4, 0, None), [])
+
+
+def test_too_long_phases_are_shortened_with_a_warning() -> None:
+    found, warnings = lengths(4, **WSD, warmup_steps=9, constant_steps=2, wsd_decay_steps=3)
+    assert found == ScheduleLengths(3, 0, 1)
+    assert warnings == [
+        Message("model.optim.sched.warmup_steps", "4", "9", "3"),
+        Message("model.optim.sched.constant_steps", "1", "2", "0"),
+        Message("model.optim.sched.wsd_decay_steps", "1", "min_lr", "3", "1"),
+    ]

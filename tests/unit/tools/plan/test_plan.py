@@ -21,8 +21,7 @@ from nemo_kto.device.precision import CPUSpeed
 from nemo_kto.errors import UserError
 from nemo_kto.memory import hardware
 from nemo_kto.memory.hardware import Hardware, Machines, gpus_elsewhere
-from nemo_kto.memory.memory_check import check_memory
-from nemo_kto.memory.run_plan import make_plan, place_reference
+from nemo_kto.memory.run_plan import check_memory, make_plan, place_reference
 from nemo_kto.tools.plan import layouts
 from nemo_kto.tools.plan import plan_command as plan
 from nemo_kto.tools.plan.shortage import _counts
