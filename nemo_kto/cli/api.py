@@ -177,9 +177,7 @@ def _run(job: Job, run: ResolvedRun, overrides: Sequence[str]) -> Run:
         if end.status != signals.ENDED_EARLY:
             raise RuntimeError(message or f"the ranks ended with status {end.status}") from None
     return Run(
-        folder=run.folder.absolute(),
-        model_path=Path(run.cfg.export.path).absolute(),
-        validations=run.validation_titles,
+        folder=run.folder.absolute(), model_path=Path(run.cfg.export.path).absolute(), validations=run.validation_titles
     )
 
 

@@ -62,8 +62,7 @@ Duration = Annotated[
     Name, check(_accepts(parse_duration), "be written DD:HH:MM:SS (days:hours:minutes:seconds)", "e.g. {key}=00:03:45:00")
 ]
 Splits = Annotated[
-    Name,
-    check(_accepts(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"'),
+    Name, check(_accepts(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"')
 ]
 RecomputeModules = Annotated[
     list[Annotated[str, one_of(("mlp", "core_attn"))]], check(bool, "not be empty", "null recomputes the MLP")

@@ -130,12 +130,7 @@ def _openai(row: Row) -> Row:
     if not isinstance(given, dict) or "messages" not in given:
         raise RowError(f'"input" must be an object with "messages", got {show(given)}')
     tools = {"tools": given["tools"]} if given.get("tools") else {}
-    return {
-        "prompt": given["messages"],
-        "chosen": row["preferred_output"],
-        "rejected": row["non_preferred_output"],
-        **tools,
-    }
+    return {"prompt": given["messages"], "chosen": row["preferred_output"], "rejected": row["non_preferred_output"], **tools}
 
 
 def _nemo_rl(row: Row) -> Row:

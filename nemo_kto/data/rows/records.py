@@ -335,11 +335,7 @@ def _with_role(message: Any, key: str) -> Any:
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         wanted = f'a function_call in "{key}" must be an object with "name" and "arguments" in JSON, or a list of them'
         raise RowError(f"{wanted}, got {show(message.get('value'))}; correct it, or leave the row out")
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-    }
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def is_conversation_with_answer(value: object) -> bool:

@@ -148,12 +148,7 @@ def continue_prompt(
 
 
 def _answer_after(
-    render: Render,
-    prompt: Messages,
-    answer: Mapping[str, Any],
-    variables: Mapping[str, Any],
-    shown: str,
-    whole: str,
+    render: Render, prompt: Messages, answer: Mapping[str, Any], variables: Mapping[str, Any], shown: str, whole: str
 ) -> str | None:
     """Return the answer as it follows the prompt of inference, if the template renders the prompt otherwise before it.
 

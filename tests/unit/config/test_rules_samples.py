@@ -37,10 +37,7 @@ def file(tmp_path: Path) -> Path:
         ),
         ([ON, f"{KEY}.top_p=0.9"], [Message(f"{KEY}.top_p", "1.0", "temperature=0.0", "0.9", f"{KEY}.temperature=1.0")]),
         ([ON, f"{KEY}.top_k=9"], [Message(f"{KEY}.top_k", "must be 0", "temperature=0.0", "9", f"{KEY}.temperature=1.0")]),
-        (
-            [ON, "model.data.seq_length=64"],
-            [Message(f"{KEY}.max_new_tokens", "model.data.seq_length=64", "64", "lower")],
-        ),
+        ([ON, "model.data.seq_length=64"], [Message(f"{KEY}.max_new_tokens", "model.data.seq_length=64", "64", "lower")]),
         (
             [ON, "trainer.kto.val_check_interval=0", "model.data.splits_string=null"],
             [

@@ -53,14 +53,8 @@ NAMES = "model.data.data_prefix"
         (["preference"], [Message(NAMES, "preference", "val_preference_loss", "rename")]),
         (["loss", "kl"], [Message(NAMES, "loss", "val_loss", "rename"), Message(NAMES, "kl", "val_kl", "rename")]),
         (["invalid"], [Message(NAMES, "invalid", "val_invalid_rows", "rename")]),
-        (
-            ["a", "a_preference"],
-            [Message(NAMES, "a", "a_preference", "val_a_preference_loss", "rename")],
-        ),
-        (
-            ["a_preference", "a"],
-            [Message(NAMES, "a", "a_preference", "val_a_preference_loss", "rename")],
-        ),
+        (["a", "a_preference"], [Message(NAMES, "a", "a_preference", "val_a_preference_loss", "rename")]),
+        (["a_preference", "a"], [Message(NAMES, "a", "a_preference", "val_a_preference_loss", "rename")]),
         (["a", "a_loss"], [Message(NAMES, "a", "a_loss", "val_a_loss", "rename")]),
         (["auc"], [Message(NAMES, "auc", "val_auc", "rename")]),
         (["math", "math_hard", "chosen", "val", "train", "A", "2024"], []),

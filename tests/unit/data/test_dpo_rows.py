@@ -11,13 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.class_balance import (
-    MAX_BALANCE,
-    MIN_BALANCE,
-    balance_warning,
-    balanced_weights,
-    loss_balance,
-)
+from nemo_kto.data.batches.class_balance import MAX_BALANCE, MIN_BALANCE, balance_warning, balanced_weights, loss_balance
 from nemo_kto.data.batches.collate import dpo_custom_collate
 from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts
 from nemo_kto.data.batches.splits import build_splits

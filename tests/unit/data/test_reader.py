@@ -98,10 +98,7 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
             {"prompt": QUESTION, "system": "Be brief.", "response": PARIS, "label": True},
             Message("system", "prompt", "list", "role", "content", "first"),
         ),
-        (
-            {"messages": [USER, assistant("a")], "history": [["hi", "hello"]], "label": True},
-            Message("history", "prompt"),
-        ),
+        ({"messages": [USER, assistant("a")], "history": [["hi", "hello"]], "label": True}, Message("history", "prompt")),
         (
             {"prompt": QUESTION, "images": ["a.png"], "response": PARIS, "label": True},
             Message("images", "supported", "leave"),
@@ -200,10 +197,7 @@ def test_unused_columns_are_counted_per_row_format(tmp_path: Path) -> None:
         ({"tools": ["f"]}, Message("string", "JSON", "['f']")),
         ({"tools": "{"}, Message("tools", "list", "JSON", "string")),
         ({"chat_template_kwargs": "x"}, Message("chat_template_kwargs", "object", "x")),
-        (
-            {"chat_template_kwargs": {"tokenize": True}},
-            Message("chat_template_kwargs", "template", "tokenize", "remove"),
-        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, Message("chat_template_kwargs", "template", "tokenize", "remove")),
     ],
 )
 def test_invalid_chat_template_arguments(tmp_path: Path, given: dict, text: str) -> None:

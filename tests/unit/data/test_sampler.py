@@ -80,8 +80,7 @@ def test_resuming_at_any_position_gives_the_rest_of_the_epoch(
 
 
 @pytest.mark.parametrize(
-    ("num_examples", "sizes"),
-    [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 5]), (5, [5]), (3, [3]), (2, [2])],
+    ("num_examples", "sizes"), [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 5]), (5, [5]), (3, [3]), (2, [2])]
 )
 def test_validation_uses_every_row_in_order_without_batches_of_one(num_examples: int, sizes: list[int]) -> None:
     batches = list(validation(num_examples))

@@ -34,10 +34,7 @@ WITHOUT_END = {
         "{% set s = namespace(t='x') %}{% for i in range(40) %}{% set s.t = s.t + s.t %}{% endfor %}",
         MEMORY,
     ),
-    "a long output": (
-        "{{ 'x' * 10**7 }}",
-        ("10,000,000", "more", "template", "strings"),
-    ),
+    "a long output": ("{{ 'x' * 10**7 }}", ("10,000,000", "more", "template", "strings")),
 }
 
 

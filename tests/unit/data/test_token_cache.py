@@ -169,10 +169,7 @@ def test_a_full_disk_is_named_and_the_next_start_gives_the_same_rows(folder: Pat
     cache = tmp_path / "cache"
     cache.mkdir()
     for size in (0, 60, 300, 1000, 1500):
-        with (
-            files_of_at_most(size),
-            raises(UserError, str(cache), "File too large", "free space", "model.data.cache_dir"),
-        ):
+        with files_of_at_most(size), raises(UserError, str(cache), "File too large", "free space", "model.data.cache_dir"):
             splits(folder, tmp_path)
         assert not [file for file in cache.rglob("*") if file.suffix == ".json"], "no file appears complete"
     assert prompts(splits(folder, tmp_path).train) == expected()
