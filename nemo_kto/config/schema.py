@@ -21,7 +21,7 @@ from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import error_of
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import signals
-from nemo_kto.telemetry.timers import parse_duration
+from nemo_kto.telemetry.watch import parse_duration
 from nemo_kto.utils.fields import FilePath, MayChange, MustStay, Name, Remedy, Section, check, one_of
 
 Base = TypeVar("Base", bound=BaseModel)

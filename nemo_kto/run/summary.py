@@ -37,7 +37,7 @@ from nemo_kto.run.samples import samples_text
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.text_table import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
-from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.telemetry.watch import duration_text
 
 
 def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:

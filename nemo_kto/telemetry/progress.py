@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from nemo_kto.telemetry.console import DEFAULT_WIDTH, terminal_width
-from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.telemetry.watch import duration_text
 from nemo_kto.utils.text import terminal_line
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import BestValidation
-from nemo_kto.telemetry.timers import StopReason
+from nemo_kto.telemetry.watch import StopReason
 from tests.unit.algorithms.trainer_doubles import Run
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.telemetry import text_table as summary
 from nemo_kto.telemetry.text_table import epochs, figures_of, layout_text, short, table
-from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.telemetry.watch import duration_text
 
 
 def test_words_of_the_tables() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason, parse_duration
+from nemo_kto.telemetry.watch import PhaseTimers, RunTimer, StopReason, parse_duration
 
 
 class Clock:
