@@ -122,7 +122,7 @@ PACKAGES = {
     "records": Package(
         own=names("telemetry model_files config utils"),
         outside=names("numpy annotated_types"),
-        only_in=(("matplotlib", names("drawing.py")),),
+        only_in=(("matplotlib", names("plots.py")),),
     ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture model_files algorithms models utils")

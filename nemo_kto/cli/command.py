@@ -1,11 +1,14 @@
-"""The class of the commands, the types of their options, and the options that several of them share."""
+"""The class of the commands, their options and option types, and access to the tools, which the core does not import."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import click
@@ -207,3 +210,32 @@ def run_words(words: str = "MODEL DATA KEY=VALUE") -> Decorator[Any]:
 def is_set(key: str, overrides: Iterable[str]) -> bool:
     """Return whether an override sets the key."""
     return any(text.lstrip("+").startswith(f"{key}=") for text in overrides)
+
+
+_PACKAGE = "nemo_kto"
+
+
+def is_present(module: str) -> bool:
+    """Return whether a module of this package, such as tools.plan.auto, exists; it is not imported."""
+    try:
+        return importlib.util.find_spec(f"{_PACKAGE}.{module}") is not None
+    except ModuleNotFoundError:  # the folder of a tool
+        return False
+
+
+def load(module: str) -> ModuleType:
+    """Import a module of this package; UserError if a tool that it needs is absent."""
+    try:
+        return importlib.import_module(f"{_PACKAGE}.{module}")
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if not missing.startswith(f"{_PACKAGE}.tools"):
+            raise
+        raise UserError(
+            f"{missing} must be installed for this, but is missing; install the whole package nemo-kto"
+        ) from error
+
+
+def tool(name: str) -> ModuleType:
+    """Return a module of nemo_kto.tools, such as "plan.auto"; UserError if its tool is absent."""
+    return load(f"tools.{name}")

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
-from nemo_kto.cli.tools import tool
+from nemo_kto.cli.command import tool
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig, does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of

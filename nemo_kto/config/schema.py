@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
 from nemo_kto.data.rows.data_sources import read_splits_string
-from nemo_kto.data.rows.drops import DROPS
 from nemo_kto.data.rows.reader import MAX_PROMPTS
+from nemo_kto.data.rows.records import DROPS
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES
 from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import error_of

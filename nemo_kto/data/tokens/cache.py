@@ -16,9 +16,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 from datasets.table import MemoryMappedTable, Table
 
-from nemo_kto.data.rows.drops import CONTRADICTIONS, DUPLICATES
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
-from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.rows.records import CONTRADICTIONS, DUPLICATES, DataError
 from nemo_kto.data.rows.row_files import file_parts, number_of_parts
 from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.tokeniser import PARTS, ExampleKind, PartResult, PartWriter, Tokeniser

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nemo_kto.data.rows.drops import is_empty_answer
 from nemo_kto.data.rows.records import (
     KTORecord,
     LastRowError,
@@ -25,6 +24,7 @@ from nemo_kto.data.rows.records import (
     PromptRecord,
     RowError,
     TextOrMessages,
+    is_empty_answer,
 )
 from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
 from nemo_kto.data.tokens.rendering import (

@@ -9,8 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from nemo_kto.data.rows.drops import DEFAULT_DROPS, LOST_TEXT
-from nemo_kto.data.rows.records import LostTextError, RowError
+from nemo_kto.data.rows.records import DEFAULT_DROPS, LOST_TEXT, LostTextError, RowError
 from nemo_kto.data.tokens.rendering import (
     BEGIN_OF_THOUGHTS,
     CONTINUED,

@@ -59,7 +59,7 @@ def test_prompts_can_be_read(find_errors: FindErrors, recipe: Recipe, file: Path
     assert find_errors(f"{KEY}.prompts={file}", recipe=recipe) == [
         Message(f"{KEY}.prompts", "plain strings", "chat template", f"{file}", "chat_template.jinja")
     ]
-    monkeypatch.setattr("nemo_kto.config.rules.validation_rules.has_chat_template", lambda folder: True)
+    monkeypatch.setattr("nemo_kto.config.rules.training_rules.has_chat_template", lambda folder: True)
     assert find_errors(f"{KEY}.prompts={file}", recipe=recipe) == []
     file.write_text('{"prompt": 3}\n')
     assert find_errors(f"{KEY}.prompts={file}", recipe=recipe) == [Message(f"{KEY}.prompts", f"{file}:1", '"prompt"', "3")]

@@ -10,8 +10,7 @@ import pytest
 
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset
 from nemo_kto.data.batches.splits import Splits, build_splits
-from nemo_kto.data.rows.drops import DROPS
-from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.rows.records import DROPS, DataError
 from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.errors import UserError
 from tests.helpers.messages import raises

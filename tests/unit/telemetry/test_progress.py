@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_kto.telemetry import progress as progress_module
-from nemo_kto.telemetry.progress import Progress, progress_bar
+from nemo_kto.telemetry import display as progress_module
+from nemo_kto.telemetry.display import Progress, progress_bar
 
 
 class Terminal(io.StringIO):

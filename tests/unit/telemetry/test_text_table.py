@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.telemetry import text_table as summary
-from nemo_kto.telemetry.text_table import epochs, figures_of, layout_text, short, table
+from nemo_kto.telemetry import display as summary
+from nemo_kto.telemetry.display import epochs, figures_of, layout_text, short, table
 from nemo_kto.telemetry.watch import duration_text
 
 
