@@ -16,8 +16,8 @@ from nemo_kto.cli import job
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from tests.helpers.messages import Message, read_cases
-from tests.unit.config.test_rules_experts import BATCH, ONE_BY_ONE
-from tests.unit.config.test_rules_experts import model as mixture
+from tests.unit.config.test_rules_layout import BATCH, ONE_BY_ONE
+from tests.unit.config.test_rules_layout import model as mixture
 from tests.unit.conftest import FindErrors, of
 
 # Overrides, number of ranks, errors.

@@ -1,4 +1,4 @@
-"""Small real tokenizers and data files, made in memory."""
+"""Small real tokenizers, data files and the examples made of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from nemo_kto.data.batches.dataset import KTODataset
+from nemo_kto.data.batches.splits import Splits, build_splits
+from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -59,3 +63,28 @@ def numbered_rows(count: int, name: str = "row") -> list[dict]:
         {"prompt": f"{name} {i}:", "response": f" answer {i}", "preference": ("chosen", "rejected")[i % 2]}
         for i in range(count)
     ]
+
+
+TOKENIZER = chatml_tokenizer()
+
+
+def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
+    settings: dict = {"kind": KTO_EXAMPLES, "make": KTODataset, "tokenizer": TOKENIZER, "seq_length": 32}
+    settings |= {"truncation_mode": "keep_end", "seed": 5, "cache_dir": tmp_path / "cache", **changes}
+    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
+
+
+def train_split(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> KTODataset:
+    train = splits(data_prefix, tmp_path, splits_string, **changes).train
+    assert train is not None
+    return train
+
+
+def prompts(dataset: KTODataset | None) -> list[str]:
+    assert dataset is not None
+    return [TOKENIZER.decode(row.prompt_ids) for row in dataset.__getitems__(range(len(dataset)))]
+
+
+def named(count: int, name: str = "row", first: int = 0) -> list[str]:
+    """The prompts of :func:`numbered_rows`."""
+    return [f"{name} {i}:" for i in range(first, count)]
