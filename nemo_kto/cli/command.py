@@ -39,7 +39,6 @@ class CheckedCommand(click.Command):
     """A command that raises UserError for mistakes on its command line."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
-        """Return the option --help."""
         return HELP
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -124,7 +123,6 @@ class WordChoice(click.Choice[str]):
     """One of several words."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Return the text after the name of the option."""
         return f"must be {either([str(choice) for choice in self.choices])}, got {value}"
 
 
@@ -132,7 +130,6 @@ class File(click.Path):
     """A path, which the command checks."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path."""
         return Path(value)
 
 

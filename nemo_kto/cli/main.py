@@ -79,7 +79,6 @@ class Commands(click.Group):
         self.params += [] if prefix else [_VERSION]
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
-        """Return the option --help."""
         return HELP
 
     def entries(self) -> Iterator[tuple[str, str]]:

@@ -18,9 +18,8 @@ from nemo_kto.data.rows.data_sources import read_data_prefix
 from nemo_kto.data.rows.reader import Fields, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import file_parts
-from nemo_kto.data.tokens.cache import TokenCache
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES, TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, assert_names

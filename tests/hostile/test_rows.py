@@ -21,9 +21,8 @@ from nemo_kto.data.rows import row_files as files
 from nemo_kto.data.rows.reader import Fields, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import file_parts, read_rows
-from nemo_kto.data.tokens.cache import TokenCache
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import MAX_LINE_BYTES

@@ -9,8 +9,7 @@ from functools import partial
 from nemo_kto.algorithms.recipes.recipe import LARGER_IS_BETTER, OTHER_METRICS
 from nemo_kto.config.resolved import ResolvedRun, find_callback
 from nemo_kto.config.rules.file_rules import file_rules
-from nemo_kto.config.rules.gpu_rules import computes_here, gpu_rules
-from nemo_kto.config.rules.layout_rules import rank_rules
+from nemo_kto.config.rules.layout_rules import computes_here, gpu_rules, rank_rules
 from nemo_kto.data.rows.data_sources import (
     AUTO,
     SPLITS,

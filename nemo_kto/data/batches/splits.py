@@ -33,9 +33,8 @@ from nemo_kto.data.rows.forms import data_name
 from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES, DataError, drop_text
-from nemo_kto.data.tokens.cache import Progress, TokenCache, show_nothing
+from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, show_nothing
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import ExampleKind
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 

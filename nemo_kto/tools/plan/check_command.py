@@ -20,7 +20,7 @@ from nemo_kto.cli.tokenise_command import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.gpu_rules import (
+from nemo_kto.config.rules.layout_rules import (
     OLDEST_ENGINE,
     Computes,
     computes_here,

@@ -232,7 +232,7 @@ READ = """
     import sys
     from pathlib import Path
     from functools import partial
-    from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
+    from nemo_kto.data.tokens.cache import KTO_EXAMPLES
     from nemo_kto.data.tokens.chat_template import RecordEncoder
     from nemo_kto.data.batches.dataset import KTODataset
     from nemo_kto.data.batches.splits import build_splits

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.data.batches.dataset import DPODataset
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.tiny_data import numbered_rows, train_split, write_rows
 

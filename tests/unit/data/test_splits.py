@@ -12,8 +12,8 @@ from nemo_kto.data.batches.dataset import DPODataset, SplitCounts
 from nemo_kto.data.batches.splits import Range, join_small, split_ranges
 from nemo_kto.data.rows.data_sources import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.unit.data.tiny_data import TOKENIZER, named, numbered_rows, prompts, splits, train_split, write_rows

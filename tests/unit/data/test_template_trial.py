@@ -16,9 +16,9 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens import chat_template as chat
 from nemo_kto.data.tokens import rendering
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES, Tokeniser
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.rendering import MARK, _render
-from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES, Tokeniser
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_kto.data.batches.dataset import KTODataset
 from nemo_kto.data.batches.splits import Splits, build_splits
-from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -63,6 +65,15 @@ def numbered_rows(count: int, name: str = "row") -> list[dict]:
         {"prompt": f"{name} {i}:", "response": f" answer {i}", "preference": ("chosen", "rejected")[i % 2]}
         for i in range(count)
     ]
+
+
+def read_file(path: Path, fields: Fields, *, as_pairs: bool = False) -> tuple[list[Any], FileColumns, RowErrors]:
+    """The records of a data file, its columns, and its broken rows, also those with unknown labels."""
+    broken, columns = RowErrors(), FileColumns()
+    reader = FileReader(fields=fields, broken=broken)
+    records: list[Any] = list(reader.dpo_records(path, columns) if as_pairs else reader.kto_records(path, columns))
+    columns.add_label_errors(path, fields.labels, broken)
+    return records, columns, broken
 
 
 TOKENIZER = chatml_tokenizer()
