@@ -40,7 +40,7 @@ from nemo_kto.run.build_trainer import build_trainer
 from nemo_kto.run.policy import build_policy
 from nemo_kto.run.prepare import fit_to_memory, prepare
 from nemo_kto.run.summary import start_lines
-from nemo_kto.telemetry.text_table import table
+from nemo_kto.telemetry.display import table
 from nemo_kto.telemetry.watch import device_peak_flops
 from nemo_kto.tools.plan.speed import speed_of
 

@@ -91,9 +91,9 @@ PACKAGES = {
             # not where a command line is checked, which would take a third longer
             ("numpy", names("cache.py collate.py dataset.py loader.py splits.py")),
             ("transformers", names("chat_template.py dataset.py drawn.py rendering.py splits.py")),
-            ("datasets", names("cache.py dataset.py splits.py tokeniser.py data_sources.py")),
+            ("datasets", names("cache.py dataset.py splits.py data_sources.py")),
             ("fsspec", names("data_sources.py")),
-            ("pyarrow", names("data_sources.py row_files.py forms.py tokeniser.py dataset.py")),
+            ("pyarrow", names("data_sources.py row_files.py forms.py cache.py dataset.py")),
         ),
     ),
     "models": Package(
@@ -122,7 +122,7 @@ PACKAGES = {
     "records": Package(
         own=names("telemetry model_files config utils"),
         outside=names("numpy annotated_types"),
-        only_in=(("matplotlib", names("drawing.py")),),
+        only_in=(("matplotlib", names("plots.py")),),
     ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture model_files algorithms models utils")

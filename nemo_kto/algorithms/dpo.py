@@ -26,7 +26,7 @@ from nemo_kto.data.batches.collate import dpo_custom_collate
 from nemo_kto.data.batches.loader import Prefetching
 from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics, metrics_by_set
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
+from nemo_kto.telemetry.watch import PhaseTimers, RunTimer, StopReason
 
 __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.timers import PhaseTimers
+from nemo_kto.telemetry.watch import PhaseTimers
 
 if TYPE_CHECKING:
     from torch import Tensor

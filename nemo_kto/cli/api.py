@@ -30,8 +30,8 @@ from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.processes import ranks, signals
 from nemo_kto.records.run_record import check_not_in_use
 from nemo_kto.redaction import redacted
+from nemo_kto.telemetry.display import figures_of, model_lines, table
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
-from nemo_kto.telemetry.text_table import figures_of, model_lines, table
 from nemo_kto.utils.fields import echo, names
 
 if TYPE_CHECKING:
@@ -177,9 +177,7 @@ def _run(job: Job, run: ResolvedRun, overrides: Sequence[str]) -> Run:
         if end.status != signals.ENDED_EARLY:
             raise RuntimeError(message or f"the ranks ended with status {end.status}") from None
     return Run(
-        folder=run.folder.absolute(),
-        model_path=Path(run.cfg.export.path).absolute(),
-        validations=run.validation_titles,
+        folder=run.folder.absolute(), model_path=Path(run.cfg.export.path).absolute(), validations=run.validation_titles
     )
 
 

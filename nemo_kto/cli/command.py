@@ -1,11 +1,14 @@
-"""The class of the commands, the types of their options, and the options that several of them share."""
+"""The class of the commands, their options and option types, and access to the tools, which the core does not import."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import click
@@ -36,7 +39,6 @@ class CheckedCommand(click.Command):
     """A command that raises UserError for mistakes on its command line."""
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
-        """Return the option --help."""
         return HELP
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -121,7 +123,6 @@ class WordChoice(click.Choice[str]):
     """One of several words."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Return the text after the name of the option."""
         return f"must be {either([str(choice) for choice in self.choices])}, got {value}"
 
 
@@ -129,7 +130,6 @@ class File(click.Path):
     """A path, which the command checks."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path."""
         return Path(value)
 
 
@@ -207,3 +207,32 @@ def run_words(words: str = "MODEL DATA KEY=VALUE") -> Decorator[Any]:
 def is_set(key: str, overrides: Iterable[str]) -> bool:
     """Return whether an override sets the key."""
     return any(text.lstrip("+").startswith(f"{key}=") for text in overrides)
+
+
+_PACKAGE = "nemo_kto"
+
+
+def is_present(module: str) -> bool:
+    """Return whether a module of this package, such as tools.plan.auto, exists; it is not imported."""
+    try:
+        return importlib.util.find_spec(f"{_PACKAGE}.{module}") is not None
+    except ModuleNotFoundError:  # the folder of a tool
+        return False
+
+
+def load(module: str) -> ModuleType:
+    """Import a module of this package; UserError if a tool that it needs is absent."""
+    try:
+        return importlib.import_module(f"{_PACKAGE}.{module}")
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if not missing.startswith(f"{_PACKAGE}.tools"):
+            raise
+        raise UserError(
+            f"{missing} must be installed for this, but is missing; install the whole package nemo-kto"
+        ) from error
+
+
+def tool(name: str) -> ModuleType:
+    """Return a module of nemo_kto.tools, such as "plan.auto"; UserError if its tool is absent."""
+    return load(f"tools.{name}")

@@ -19,11 +19,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
-from nemo_kto.cli.tools import tool
+from nemo_kto.cli.command import tool
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig, does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
-from nemo_kto.config.rules.gpu_rules import check_transformer_engine
+from nemo_kto.config.rules.layout_rules import check_transformer_engine
 from nemo_kto.config.rules.training_rules import run_errors, unused_keys
 from nemo_kto.device import device, environment
 from nemo_kto.errors import ConfigError, UserError, plural

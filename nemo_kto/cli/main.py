@@ -14,8 +14,7 @@ import click
 from click.shell_completion import shell_complete
 
 from nemo_kto import __version__
-from nemo_kto.cli.command import HELP, SETTINGS, did_you_mean, invoke, printing_option
-from nemo_kto.cli.tools import is_present, load
+from nemo_kto.cli.command import HELP, SETTINGS, did_you_mean, invoke, is_present, load, printing_option
 from nemo_kto.cli.train_command import TrainingCommand, train
 from nemo_kto.errors import UserError, either
 from nemo_kto.processes import ranks
@@ -80,7 +79,6 @@ class Commands(click.Group):
         self.params += [] if prefix else [_VERSION]
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
-        """Return the option --help."""
         return HELP
 
     def entries(self) -> Iterator[tuple[str, str]]:

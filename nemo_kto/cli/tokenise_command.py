@@ -13,8 +13,7 @@ from nemo_kto.config.checker import Checker
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.errors import ConfigError
-from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.telemetry.text_table import table
+from nemo_kto.telemetry.display import progress_bar, table
 
 _DESCRIPTION = """\
 Tokenise the rows of a run into model.data.cache_dir, so that the training reads them from there. MODEL, DATA and KEY=VALUE:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nemo_kto.cli.command import SETTINGS, CheckedCommand, invoke
-from nemo_kto.cli.tools import tool
+from nemo_kto.cli.command import SETTINGS, CheckedCommand, invoke, tool
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import console

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -48,13 +48,11 @@ FREE_FORM = (  # may be mappings with arbitrary keys
 DEFAULT_LR = {"none": 1e-6, "lora": 1e-5}
 # For expressions in the YAML files.
 OmegaConf.register_new_resolver("default_lr", DEFAULT_LR.get, replace=True)
-OmegaConf.register_new_resolver("tenth_of", lambda lr: float(f"{lr / 10:.12g}") if _is_number(lr) else 0.0, replace=True)
+OmegaConf.register_new_resolver(
+    "tenth_of", lambda lr: float(f"{lr / 10:.12g}") if isinstance(lr, int | float) else 0.0, replace=True
+)
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float)
 
 
 def config_path() -> str:

@@ -14,14 +14,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
 from nemo_kto.data.rows.data_sources import read_splits_string
-from nemo_kto.data.rows.drops import DROPS
 from nemo_kto.data.rows.reader import MAX_PROMPTS
+from nemo_kto.data.rows.records import DROPS
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES
 from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import error_of
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import signals
-from nemo_kto.telemetry.timers import parse_duration
+from nemo_kto.telemetry.watch import parse_duration
 from nemo_kto.utils.fields import FilePath, MayChange, MustStay, Name, Remedy, Section, check, one_of
 
 Base = TypeVar("Base", bound=BaseModel)
@@ -62,8 +62,7 @@ Duration = Annotated[
     Name, check(_accepts(parse_duration), "be written DD:HH:MM:SS (days:hours:minutes:seconds)", "e.g. {key}=00:03:45:00")
 ]
 Splits = Annotated[
-    Name,
-    check(_accepts(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"'),
+    Name, check(_accepts(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"')
 ]
 RecomputeModules = Annotated[
     list[Annotated[str, one_of(("mlp", "core_attn"))]], check(bool, "not be empty", "null recomputes the MLP")

@@ -1,7 +1,7 @@
 """Signals that ask a run to stop.
 
 Before there is anything to save, a signal raises :class:`Stopped` in the running code. Inside :func:`deferred` it is only
-recorded: the ranks check for it at points where all of them can stop together (see ``telemetry.timers.RunTimer``).
+recorded: the ranks check for it at points where all of them can stop together (see ``telemetry.watch.RunTimer``).
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ from nemo_kto.telemetry.evaluations import (
     read_samples,
 )
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
+from nemo_kto.utils.fields import Count, Number, Record, read_lines_as, read_object_as
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import certain_holder, last_holder, one_writer
-from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as, read_object_as
 from nemo_kto.utils.text import mixture_name, terminal_text
 
 # Files of a run folder.

@@ -46,10 +46,9 @@ from nemo_kto.run.prepare import Placement, Start
 from nemo_kto.run.reference_setup import ReferenceSetup, build_reference
 from nemo_kto.run.resume import build_early_stopping
 from nemo_kto.run.samples import Sampler, build_sampler, extreme_rows
+from nemo_kto.telemetry.display import Progress
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
-from nemo_kto.telemetry.progress import Progress
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
-from nemo_kto.telemetry.watch import device_peak_flops
+from nemo_kto.telemetry.watch import PhaseTimers, RunTimer, device_peak_flops
 
 logger = logging.getLogger(__name__)
 

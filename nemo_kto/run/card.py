@@ -131,7 +131,7 @@ def write_card(folder: Path, sources: CardSources) -> None:
     wanted = sources.config.get("export.report", True)
     if wanted and sources.run is not None and (sources.run / METRICS_FILE).is_file():
         try:
-            from nemo_kto.records.drawing import summary_picture
+            from nemo_kto.records.plots import summary_picture
             from nemo_kto.records.run_record import read_run
 
             summary_picture(read_run(sources.run), folder / PICTURE)

@@ -29,7 +29,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.memory.micro_batches import micro_batch_limits, multiple_of
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.records.run_record import first_date
-from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.telemetry.display import progress_bar
 
 logger = logging.getLogger(__name__)
 

@@ -53,9 +53,9 @@ from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.prepare import Start
 from nemo_kto.run.summary import end_table
 from nemo_kto.telemetry.loggers import WarningsFile
+from nemo_kto.utils.fields import read_object_as
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
-from nemo_kto.utils.saved_records import read_object_as
 from nemo_kto.utils.text import print_error
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, merge_adapters
 from nemo_kto.run.card import CardSources, write_card
-from nemo_kto.telemetry.text_table import adapter_lines, model_lines, table
+from nemo_kto.telemetry.display import adapter_lines, model_lines, table
 from nemo_kto.utils.files import read_json
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from nemo_kto.checkpoint.manager import checkpoint_dtype
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
-from nemo_kto.config.rules.gpu_rules import check_gpu
+from nemo_kto.config.rules.layout_rules import check_gpu
 from nemo_kto.device import device
 from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state

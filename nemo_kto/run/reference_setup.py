@@ -36,8 +36,8 @@ from nemo_kto.run.data import RunData
 from nemo_kto.run.lifecycle import stop_run
 from nemo_kto.run.policy import Policy, load_base_weights, load_policy_weights
 from nemo_kto.run.samples import Sampler
-from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
+from nemo_kto.telemetry.display import progress_bar
+from nemo_kto.telemetry.watch import PhaseTimers, RunTimer, StopReason
 
 # Keys in model.data that determine the rows: jobs that compute log-probs of the same rows take turns.
 _KEYS_OF_ROWS = (

@@ -30,7 +30,7 @@ from nemo_kto.models.engine.generation import Decoding, generate
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.run.data import RunData, collate_settings, model_vocab_size
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE, ExtremeRow, Model, Sample, read_samples
-from nemo_kto.telemetry.timers import RunTimer
+from nemo_kto.telemetry.watch import RunTimer
 
 _EXTREMES = 3  # rows at each end of a validation set
 _PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"

@@ -1,4 +1,4 @@
-"""Tables at start and end of a run; ``telemetry.text_table`` formats their values."""
+"""Tables at start and end of a run; ``telemetry.display`` formats their values."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from nemo_kto.run.data import split_text
 from nemo_kto.run.policy import Policy
 from nemo_kto.run.prepare import Placement, Start
 from nemo_kto.run.samples import samples_text
+from nemo_kto.telemetry.display import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE
-from nemo_kto.telemetry.text_table import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
-from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.telemetry.watch import duration_text
 
 
 def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:

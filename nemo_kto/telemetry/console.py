@@ -73,10 +73,7 @@ class _Tolerant:
                 os.close(null)
                 self._stream.flush()  # buffered text must not raise again when the interpreter exits
             if first and sys.stdout is cast(TextIO, self) and not isinstance(error, BrokenPipeError):
-                print(
-                    f"nemo-kto: standard output cannot be written: {error.strerror}; the rest is lost",
-                    file=sys.stderr,
-                )
+                print(f"nemo-kto: standard output cannot be written: {error.strerror}; the rest is lost", file=sys.stderr)
 
 
 def protect() -> None:

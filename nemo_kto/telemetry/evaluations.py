@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 
 from nemo_kto.errors import plural
 from nemo_kto.utils import lazy_import
-from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as
+from nemo_kto.utils.fields import Count, Number, Record, read_lines_as
 
 if TYPE_CHECKING:
     import torch

@@ -39,8 +39,8 @@ from nemo_kto.telemetry.evaluations import (
     log_to_wandb,
 )
 from nemo_kto.telemetry.tensorboard import TensorBoard
+from nemo_kto.utils.fields import Count, Number, Record, read_lines_as
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
-from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
@@ -106,7 +106,7 @@ class _LogLine(Record, extra="allow"):
 
 
 def read_metrics(file: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the step and the metrics of each line of a metrics.jsonl; see ``saved_records.read_lines_as``."""
+    """Yield the step and the metrics of each line of a metrics.jsonl; see ``read_lines_as``."""
     return ({"step": line.step, **line.__pydantic_extra__} for line in read_lines_as(_LogLine, file, damaged))
 
 

@@ -89,7 +89,7 @@ TRAINING = (
     "nemo_kto.algorithms.kto",
     "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model",
     "nemo_kto.telemetry.watch",
-    "nemo_kto.telemetry.progress",
+    "nemo_kto.telemetry.display",
     "pytorch_lightning.loggers",
 )
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.data.tokens.chat_template import RecordEncoder
 from tests.hostile.folders import make_adapter, make_model, write
+from tests.unit.data.tiny_data import chatml_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,11 @@ def here(whole: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     shutil.copytree(whole, tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def encoder() -> RecordEncoder:
+    return RecordEncoder(tokenizer=chatml_tokenizer())
 
 
 class Hang(BaseException):

@@ -13,8 +13,11 @@ from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.config.resolved import ModelFiles
-from nemo_kto.data.rows.records import KTORecord, RowError
+from nemo_kto.data.rows.reader import Fields, RowErrors
+from nemo_kto.data.rows.records import DataError, KTORecord, RowError
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES, ExampleKind, TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
+from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.hf_weights import check_weights
 from nemo_kto.huggingface.rank_weights import wanted_adapters, wanted_weights
@@ -225,3 +228,20 @@ def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def file_error(path: Path, encoder: RecordEncoder, kind: ExampleKind = KTO_EXAMPLES, *, limit: int) -> str:
+    """The errors of a data file, FOLDER in place of its folder, below ``limit`` characters; empty if it is read."""
+    folder, cut, broken = path.parent / "cache", Truncation(64, "keep_end", encoder.bos_id), RowErrors()
+    cache = TokenCache(kind=kind, folder=folder, fields=Fields(), encoder=encoder, truncation=cut)
+    try:
+        table, _ = cache.open([path], broken=broken)[path]
+        broken.raise_if_any()
+    except DataError as error:
+        message = str(error).replace(str(path.parent), "FOLDER")
+        assert len(message) < limit
+        assert {left.name for left in folder.glob("*")} <= {"hashes"}, "a partial table was left"
+        return message
+    assert table is not None
+    assert len(table) > 0
+    return ""

@@ -102,10 +102,5 @@ def test_all_unknown_keys_of_a_file_are_in_one_error(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = output_of("kto --config-dir . --config-name mine export.path=file", capsys, monkeypatch)
-    assert [line.split()[0] for line in output.splitlines()[1:]] == [
-        "export.path",
-        "trainer.devices",
-        "model.optim.lr",
-        "model.optim.learning_rate",
-        "model.data.seq_len",
-    ]
+    keys = "export.path trainer.devices model.optim.lr model.optim.learning_rate model.data.seq_len"
+    assert [line.split()[0] for line in output.splitlines()[1:]] == keys.split()

@@ -15,16 +15,11 @@ import pytest
 from pyarrow import ipc, parquet
 
 from nemo_kto.data.rows.data_sources import read_data_prefix
-from nemo_kto.data.rows.reader import Fields, RowErrors
-from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import file_parts
-from nemo_kto.data.tokens.cache import TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
-from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, assert_names
-from tests.unit.data.tiny_data import chatml_tokenizer
+from tests.hostile.folders import file_error
 
 MAX_MESSAGE = 900  # characters, without the folder
 READ = ""  # no error
@@ -174,30 +169,13 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def encoder() -> RecordEncoder:
-    return RecordEncoder(tokenizer=chatml_tokenizer())
-
-
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: Path) -> None:
     name, raw, expected = FILES[case]
     (path := tmp_path / name).write_bytes(raw)
-    cut, broken = Truncation(64, "keep_end", None), RowErrors()
-    cache = TokenCache(kind=KTO_EXAMPLES, folder=tmp_path / "cache", fields=Fields(), encoder=encoder, truncation=cut)
-    try:
-        table, _ = cache.open([path], broken=broken)[path]
-        broken.raise_if_any()
-    except DataError as error:
-        message = str(error).replace(str(tmp_path), "FOLDER")
-        assert message == expected
-        assert f"FOLDER/{name}" in message
-        assert len(message) < MAX_MESSAGE
-        assert list((tmp_path / "cache").glob("*")) == [], "a partial table was left"
-        return
-    assert table is not None
-    assert expected == READ
-    assert len(table) > 0
+    message = file_error(path, encoder, limit=MAX_MESSAGE)
+    assert message == expected
+    assert message == READ or f"FOLDER/{name}" in message
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], Message]] = {

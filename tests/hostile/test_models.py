@@ -338,13 +338,8 @@ def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
     model = here / "model"
     config(vocab_size=100, num_hidden_layers=3)(model)
     cut(WEIGHTS, 0.9)(model)
-    overrides = [
-        "model.pipeline_model_parallel_size=2",
-        "trainer.devices=2",
-        "model.data.seq_length=65",
-        "model.optim.lr=nan",
-    ]
-    found = launcher_says(model, here / "rows.jsonl", *overrides)
+    overrides = "model.pipeline_model_parallel_size=2 trainer.devices=2 model.data.seq_length=65 model.optim.lr=nan"
+    found = launcher_says(model, here / "rows.jsonl", *overrides.split())
     assert [line.split()[0] for line in found] == [
         "model.optim.lr",
         "pretrained_checkpoint.restore_from_path",

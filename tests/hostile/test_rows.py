@@ -18,18 +18,13 @@ from typing import Any
 import pytest
 
 from nemo_kto.data.rows import row_files as files
-from nemo_kto.data.rows.reader import Fields, RowErrors
-from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import file_parts, read_rows
-from nemo_kto.data.tokens.cache import TokenCache
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind
-from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import MAX_LINE_BYTES
 from tests.helpers.messages import Message, assert_names
-from tests.hostile.folders import launcher_says
-from tests.unit.data.tiny_data import chatml_tokenizer
+from tests.hostile.folders import file_error, launcher_says
 
 MAX_MESSAGE = 700  # characters, without the folder
 READ = ""  # no error
@@ -129,43 +124,25 @@ PAIRS: dict[str, tuple[bytes, Message | str]] = {
 GENERATED = 60
 
 
-@pytest.fixture(scope="module")
-def encoder() -> RecordEncoder:
-    return RecordEncoder(tokenizer=chatml_tokenizer())
-
-
 def error_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path) -> str:
     """The errors of a file; empty if it is read."""
     path = folder / "rows.jsonl"
     path.write_bytes(raw if raw.startswith(b"\x1f") else raw + b"\n")
-    cut, broken = Truncation(64, "keep_end", encoder.bos_id), RowErrors()
-    cache = TokenCache(kind=kind, folder=folder / "cache", fields=Fields(), encoder=encoder, truncation=cut)
-    try:
-        table, _ = cache.open([path], broken=broken)[path]
-        broken.raise_if_any()
-    except DataError as error:
-        message = str(error).replace(str(folder), "FOLDER")
-        assert re.search(r"FOLDER/rows\.jsonl(:1: | row 1: | is not valid as )", message)
-        assert len(message) < MAX_MESSAGE
-        assert list((folder / "cache").glob("*")) == [], "a partial table was left"
-        return message
-    assert table is not None
-    assert len(table) > 0
-    return READ
+    message = file_error(path, encoder, kind, limit=MAX_MESSAGE)
+    assert message == READ or re.search(r"FOLDER/rows\.jsonl(:1: | row 1: | is not valid as )", message)
+    return message
 
 
 @pytest.mark.parametrize("case", ROWS)
 def test_a_row_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: Path) -> None:
     raw, expected = ROWS[case]
-    messages = error_of(raw, KTO_EXAMPLES, encoder, tmp_path)
-    assert messages == expected
+    assert error_of(raw, KTO_EXAMPLES, encoder, tmp_path) == expected
 
 
 @pytest.mark.parametrize("case", PAIRS)
 def test_a_pair_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: Path) -> None:
     raw, expected = PAIRS[case]
-    messages = error_of(raw, DPO_EXAMPLES, encoder, tmp_path)
-    assert messages == expected
+    assert error_of(raw, DPO_EXAMPLES, encoder, tmp_path) == expected
 
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {
@@ -203,13 +180,8 @@ def test_an_endless_line_is_refused_at_its_start(encoder: RecordEncoder, tmp_pat
     with path.open("wb") as file:
         file.write((row() + b"\n") * 8)
         file.truncate(2 * MAX_LINE_BYTES)  # zeros, which take no room
-    broken = RowErrors()
-    cut = Truncation(64, "keep_end", encoder.bos_id)
-    cache = TokenCache(kind=KTO_EXAMPLES, folder=tmp_path / "cache", fields=Fields(), encoder=encoder, truncation=cut)
-    assert cache.open([path], broken=broken)[path][0] is None
-    with pytest.raises(DataError) as raised:
-        broken.raise_if_any()
-    assert_names(raised.value, "1 broken row:", f"{path}:9: ", f"{MAX_LINE_BYTES:,} bytes", "one object per line")
+    message = file_error(path, encoder, limit=MAX_MESSAGE)
+    assert_names(message, "1 broken row:", "FOLDER/rows.jsonl:9: ", f"{MAX_LINE_BYTES:,} bytes", "one object per line")
 
 
 def test_a_file_that_shrinks_while_it_is_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

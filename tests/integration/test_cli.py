@@ -92,13 +92,9 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     assert saved["model"]["optim"]["lr"] == 3e-6
     assert saved["export"]["path"] == f"results/gpt_{name}/hf"  # resolved
     assert (saved["model"]["data"]["data_prefix"], saved["model"]["data"]["seq_length"]) == ("rows.jsonl", 2048)
-    # Hydra leaves nothing behind.
-    given = ("modules", "model", "rows.jsonl")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py" and path.name not in given) == [
-        "rank0-1234.json",
-        "rank1-1234.json",
-        "results",
-    ]
+    given = {"modules", "model", "rows.jsonl", "hydra.py", "yaml.py"}
+    written = {path.name for path in tmp_path.iterdir()} - given
+    assert written == {"rank0-1234.json", "rank1-1234.json", "results"}, "Hydra leaves nothing behind"
 
 
 @of_every_algorithm("dpo")
@@ -113,12 +109,15 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path, name: str) -> None:
         assert (record["rank"], record["algorithm"], record["WORLD_SIZE"]) == (rank, name, "2")
 
 
+def script(name: str) -> list[str]:
+    return [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")]
+
+
 @of_every_algorithm("kto")
 def test_one_rank_runs_in_the_same_process_and_lists_the_overrides(tmp_path: Path, name: str) -> None:
     env = stub_training(tmp_path, "print('rank', rank, cfg.algorithm)")
-    script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD]
-    assert run(script, cwd=tmp_path, env=env).stdout == f"rank None {name}\n"
-    again = run([*script, "model.seed=7"], cwd=tmp_path, env=env)
+    assert run([*script(name), *GOOD], cwd=tmp_path, env=env).stdout == f"rank None {name}\n"
+    again = run([*script(name), *GOOD, "model.seed=7"], cwd=tmp_path, env=env)
     assert again.stderr == Message("nemo-kto", "model.seed", "1234", "last", "7")
 
 
@@ -152,32 +151,31 @@ def test_a_valid_command_line_is_composed_once(tmp_path: Path, given: list[str],
 @of_every_algorithm("dpo")
 def test_a_script_starts_its_ranks(tmp_path: Path, name: str, fork_ranks: bool) -> None:
     env = stub_training(tmp_path, TELL)
-    script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
-    assert run(script, cwd=tmp_path, env=env, fork_ranks=fork_ranks).returncode == 0
+    done = run([*script(name), *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks)
+    assert done.returncode == 0
     record = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
     assert [(one["rank"], one["algorithm"]) for one in record] == [("0", name), ("1", name)]
 
 
 @either_way
-def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path: Path, fork_ranks: bool) -> None:
-    env = stub_training(tmp_path, MEET + "if rank == '1': raise RuntimeError('enough')\ndist.barrier()")
-    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
-    assert done.returncode == 1
-    lines = done.stderr.rstrip().splitlines()
-    assert lines[0] == Message("nemo-kto", "1", "2", "error", "other")
-    assert lines[-1] == "RuntimeError: enough"
-    assert done.stderr.count("Traceback") == 1
-
-
-@either_way
-def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork_ranks: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "rank", "reason"),
+    [("raise RuntimeError('enough')", "1", "error"), ("os.kill(os.getpid(), 9)", "0", "SIGKILL")],
+    ids=["raises", "killed"],
+)
+def test_a_rank_that_fails_ends_the_run_and_its_child_processes(
+    tmp_path: Path, fault: str, rank: str, reason: str, fork_ranks: bool
+) -> None:
     leak = "import multiprocessing\nmanager = multiprocessing.get_context('spawn').Manager()\n"
     leak += "if rank == '0': open('pid', 'w').write(str(manager._process.pid))\n"
-    env = stub_training(tmp_path, leak + MEET + "if rank == '0': os.kill(os.getpid(), 9)\ndist.barrier()")
+    env = stub_training(tmp_path, f"{leak}{MEET}if rank == '{rank}': {fault}\ndist.barrier()")
     # run() returns only when nothing holds the output any more, which the manager would.
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == Message("nemo-kto", "0", "2", "SIGKILL", "other")
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[0] == Message("nemo-kto", rank, "2", reason, "other")
+    if reason == "error":
+        assert (lines[-1], done.stderr.count("Traceback")) == ("RuntimeError: enough", 1)
     assert ended(int((tmp_path / "pid").read_text()))
 
 
@@ -314,9 +312,8 @@ def test_a_job_stopped_with_nothing_to_save_is_requeued(tmp_path: Path) -> None:
 def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     name = recipe.name
     env = stub_training(tmp_path, "raise AssertionError('started')")
-    shown = run(
-        [*CLI, name, "model.optim.lr=3e-6", "--cfg", "job", "--resolve", "--package", "model.optim"], cwd=tmp_path, env=env
-    )
+    flags = "--cfg job --resolve --package model.optim"
+    shown = run([*CLI, name, "model.optim.lr=3e-6", *flags.split()], cwd=tmp_path, env=env)
     assert yaml.safe_load(shown.stdout)["lr"] == 3e-6
     helped = run([*CLI, name, "--help"], cwd=tmp_path, env=env).stdout
     assert helped.startswith(f"{recipe.title} ({recipe.page})\n\n  nemo-kto {name} MODEL DATA [KEY=VALUE ...]\n")
@@ -325,9 +322,8 @@ def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
         assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
     assert (REPOSITORY / recipe.page).is_file()
     assert helped.count("\n      ") == len(keys.all_keys(recipe))  # and no key of another
-    script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
-    helped = run([sys.executable, script, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(f"{recipe.title} ({recipe.page})\n\n  python {script} MODEL DATA [KEY=VALUE ...]\n")
+    helped = run([*script(name), "--help"], cwd=tmp_path, env=env).stdout
+    assert helped.startswith(f"{recipe.title} ({recipe.page})\n\n  python {script(name)[1]} MODEL DATA [KEY=VALUE ...]\n")
     assert not (tmp_path / "results").exists()
 
 
@@ -340,37 +336,28 @@ def test_version_and_export(tmp_path: Path) -> None:
     assert alone.stdout == "export results out as adapters\n"
 
 
+SBATCH = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch")]
+
+
+def slurm(folder: Path, srun: str, *, cpus: int, tasks: int, nodes: int) -> dict[str, str]:
+    """An environment of a SLURM job, whose ``srun`` is this shell script."""
+    (folder / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    (folder / "srun").chmod(0o755)
+    job = {"CPUS_ON_NODE": cpus, "NTASKS_PER_NODE": tasks, "JOB_NUM_NODES": nodes, "JOB_NAME": "mine", "JOB_ID": 7}
+    env = environment() | {f"SLURM_{key}": f"{value}" for key, value in job.items()}
+    return env | {"PATH": f"{folder}:{env['PATH']}"}
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> None:
-    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
-    job = {"CPUS_ON_NODE": "16", "NTASKS_PER_NODE": "8", "JOB_NUM_NODES": "2", "JOB_NAME": "mine", "JOB_ID": "7"}
-    env = environment() | {f"SLURM_{key}": value for key, value in job.items()}
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch")]
-    given = [*script, name, "/model", "/a b.jsonl", "model.optim.betas=[0.9, 0.95]"]
+    env = slurm(tmp_path, 'printf "%s\\n" "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$@"', cpus=16, tasks=8, nodes=2)
+    given = [*SBATCH, name, "/model", "/a b.jsonl", "model.optim.betas=[0.9, 0.95]"]
     done = run(given, cwd=tmp_path, env=env)
-    run_words = [
-        name,
-        "trainer.num_nodes=2",
-        "trainer.devices=8",
-        "exp_manager.name=mine-7",
-        "pretrained_checkpoint.restore_from_path=/model",
-        "model.data.data_prefix=/a b.jsonl",
-        "model.optim.betas=[0.9, 0.95]",
-    ]
-    one_process = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=16", "nemo-kto", "check"]
-    handed_on = [
-        "OMP_NUM_THREADS=2",
-        *one_process,
-        *run_words,
-        "OMP_NUM_THREADS=2",
-        "--kill-on-bad-exit=1",
-        "--label",
-        "--cpus-per-task=2",
-        "nemo-kto",
-        *run_words,
-    ]
+    run_words = [name, "trainer.num_nodes=2", "trainer.devices=8", "exp_manager.name=mine-7"]
+    run_words += ["pretrained_checkpoint.restore_from_path=/model", "model.data.data_prefix=/a b.jsonl", given[-1]]
+    one_process = "OMP_NUM_THREADS=2 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=16 nemo-kto check"
+    all_ranks = "OMP_NUM_THREADS=2 --kill-on-bad-exit=1 --label --cpus-per-task=2 nemo-kto"
+    handed_on = [*one_process.split(), *run_words, *all_ranks.split(), *run_words]
     assert done.stdout.splitlines() == handed_on
 
     # A task of an array, with its own CPUs per task and threads per rank.
@@ -385,12 +372,7 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
 
 
 def test_the_slurm_script_starts_no_rank_after_a_mistake(tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text('#!/bin/bash\necho started\nexit "$STATUS"\n')
-    (tmp_path / "srun").chmod(0o755)
-    job = {"CPUS_ON_NODE": "2", "NTASKS_PER_NODE": "2", "JOB_NUM_NODES": "1", "JOB_NAME": "mine", "JOB_ID": "7"}
-    env = environment() | {f"SLURM_{key}": value for key, value in job.items()}
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch"), "kto", "/model", "/rows.jsonl"]
+    env = slurm(tmp_path, 'echo started\nexit "$STATUS"', cpus=2, tasks=2, nodes=1)
     for status, started in ((0, 2), (1, 2), (2, 1)):
-        done = run(script, cwd=tmp_path, env=env | {"STATUS": str(status)})
+        done = run([*SBATCH, "kto", "/model", "/rows.jsonl"], cwd=tmp_path, env=env | {"STATUS": str(status)})
         assert (done.returncode, done.stdout) == (status, "started\n" * started)

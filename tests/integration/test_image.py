@@ -14,7 +14,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nemo_kto.config.rules.gpu_rules import OLDEST_ENGINE
+from nemo_kto.config.rules.layout_rules import OLDEST_ENGINE
 from tests.conftest import REPOSITORY
 from tests.helpers.commands import environment
 from tests.integration.test_wheel import pins

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.config.rules.gpu_rules import check_transformer_engine
+from nemo_kto.config.rules.layout_rules import check_transformer_engine
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.helpers.commands import environment, run

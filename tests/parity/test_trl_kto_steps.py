@@ -111,7 +111,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, loss: str, tensor_paral
     from nemo_kto.algorithms.dpo import TrainerConfig
     from nemo_kto.algorithms.kto import KTOTrainer
     from nemo_kto.distributed import state
-    from nemo_kto.telemetry.timers import RunTimer
+    from nemo_kto.telemetry.watch import RunTimer
 
     state.init_distributed(layout=state.Layout(tensor=tensor_parallel), seed=0)
     model = our_model(policy, reference, loss, tensor_parallel)

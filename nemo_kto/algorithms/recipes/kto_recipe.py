@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, Imported, LossConfig, Pairs, Recipe, Weight
-from nemo_kto.data.batches.class_balance import balance_text, balance_warning, balanced_weights, one_class_warning
+from nemo_kto.data.rows.labels import balance_text, balance_warning, balanced_weights, one_class_warning
 from nemo_kto.losses.kto import INPUTS, LOSSES, OPTIONAL_INPUTS
 
 if TYPE_CHECKING:

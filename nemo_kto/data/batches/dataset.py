@@ -14,8 +14,7 @@ import numpy as np
 import torch.utils.data
 
 from nemo_kto.data.rows.forms import row_place
-from nemo_kto.data.tokens.cache import examples_hash
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, examples_hash
 
 if TYPE_CHECKING:
     import pyarrow

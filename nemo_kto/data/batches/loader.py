@@ -203,11 +203,7 @@ def by_cost(batch: Sequence[object], *, ranks: int, costs: Callable[..., list[fl
 
 
 def by_prompt(
-    batch: Sequence[Any],
-    *,
-    ranks: int,
-    costs: ExampleCosts,
-    otherwise: Callable[..., list[list[int]]],
+    batch: Sequence[Any], *, ranks: int, costs: ExampleCosts, otherwise: Callable[..., list[list[int]]]
 ) -> list[list[int]]:
     """Assign the examples of a batch to ranks by their costs, with equal prompts on the same rank as far as that is faster.
 

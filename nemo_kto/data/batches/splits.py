@@ -29,14 +29,12 @@ from nemo_kto.data.rows.data_sources import (
     validation_names,
     validation_split,
 )
-from nemo_kto.data.rows.drops import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES, drop_text
 from nemo_kto.data.rows.forms import data_name
 from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
-from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens.cache import Progress, TokenCache, show_nothing
+from nemo_kto.data.rows.records import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES, DataError, drop_text
+from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, show_nothing
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import ExampleKind
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 
@@ -108,7 +106,7 @@ def build_splits(
         tokenizer, vocab_size, apply_chat_template, date: see ``chat_template.RecordEncoder``.
         seq_length, truncation_mode: see ``truncation.Truncation``.
         fields, labels, json_columns: see ``reader.Fields`` and ``labels.Labels``.
-        drop: kinds of rows that are left out, see ``drops.DROPS``.
+        drop: kinds of rows that are left out, see ``records.DROPS``.
         seed: determines the order of the examples within a blend.
         cache_dir, cache_shared, cache_verified, preprocess_workers, max_rows, progress: see ``cache.TokenCache``.
         min_validation_rows: minimum size of a validation set. The rows of a smaller set are used for training, or dropped if

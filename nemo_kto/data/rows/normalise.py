@@ -130,24 +130,17 @@ def _openai(row: Row) -> Row:
     if not isinstance(given, dict) or "messages" not in given:
         raise RowError(f'"input" must be an object with "messages", got {show(given)}')
     tools = {"tools": given["tools"]} if given.get("tools") else {}
-    return {
-        "prompt": given["messages"],
-        "chosen": row["preferred_output"],
-        "rejected": row["non_preferred_output"],
-        **tools,
-    }
+    return {"prompt": given["messages"], "chosen": row["preferred_output"], "rejected": row["non_preferred_output"], **tools}
 
 
-def _nemo_rl(row: Row) -> Row:
-    """{"context", "completions": [{"rank", "completion"}, ...]}; the better rank is the smaller one."""
-    answers = _scored(row["completions"], "completions", answer="completion", score="rank", sign=-1)
-    return {"prompt": row["context"], **_preference(answers)}
+def _completions(prompt: str, *, answer: str, score: str, sign: int = 1) -> Callable[[Row], Row]:
+    """{PROMPT, "completions": [{ANSWER, SCORE}, ...]}; with the sign -1 the smaller score is better."""
 
+    def convert(row: Row) -> Row:
+        answers = _scored(row["completions"], "completions", answer=answer, score=score, sign=sign)
+        return {"prompt": row[prompt], **_preference(answers)}
 
-def _ultrafeedback(row: Row) -> Row:
-    """{"instruction", "completions": [{"response", "overall_score"}, ...]}."""
-    answers = _scored(row["completions"], "completions", answer="response", score="overall_score")
-    return {"prompt": row["instruction"], **_preference(answers)}
+    return convert
 
 
 def _scored_lists(row: Row) -> Row:
@@ -233,8 +226,9 @@ def _format(required: str, convert: Callable[[Row], Row], optional: str = "") ->
 
 _FORMATS = (
     _format("input preferred_output non_preferred_output", _openai),
-    _format("context completions", _nemo_rl),
-    _format("instruction completions", _ultrafeedback),
+    # NeMo-RL, UltraFeedback
+    _format("context completions", _completions("context", answer="completion", score="rank", sign=-1)),
+    _format("instruction completions", _completions("instruction", answer="response", score="overall_score")),
     _format("prompt responses scores", _scored_lists),
     _format("messages rejected_response", _swift_messages),
     _format("messages rejected_messages", _swift_messages),

@@ -10,23 +10,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from nemo_kto.data.rows.drops import (
-    DEFAULT_DROPS,
-    EMPTY_ANSWERS,
-    LOST_TEXT,
-    UNLABELLED,
-    check_drops,
-    drop_text,
-    is_empty_answer,
-)
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.labels import LabelCounts, Labels, add_label, label_text
 from nemo_kto.data.rows.normalise import check_json_columns, in_our_form, is_tie, read_values
 from nemo_kto.data.rows.records import (
     COLUMNS,
     COMMON_LABELS,
+    DEFAULT_DROPS,
+    EMPTY_ANSWERS,
     LABEL_COLUMNS,
+    LOST_TEXT,
     SOURCE,
+    UNLABELLED,
     DataError,
     DPORecord,
     KTORecord,
@@ -36,7 +31,10 @@ from nemo_kto.data.rows.records import (
     PromptRecord,
     Row,
     RowError,
+    check_drops,
+    drop_text,
     is_conversation_with_answer,
+    is_empty_answer,
     pair_of_row,
     prompt_of_row,
     records_of_row,
@@ -118,7 +116,7 @@ class FileColumns:
     unused: dict[str, int] = field(default_factory=dict)
     labels: LabelCounts = field(default_factory=dict)  # of KTO rows that are not pairs
     texts: int = 0  # rows whose prompt is a string, not messages
-    dropped: dict[str, int] = field(default_factory=dict)  # kind (``drops.DROPS``) -> rows that were left out
+    dropped: dict[str, int] = field(default_factory=dict)  # kind (``DROPS``) -> rows that were left out
     empty_answers: int = 0  # rows with an empty answer that were kept
     special_tokens: int = 0  # examples or pairs with special tokens of the model within their texts
 

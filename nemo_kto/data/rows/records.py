@@ -11,22 +11,21 @@ Labels may also have other values, see ``labels.py``. Each text may be a string,
 content of a message may be a list of text parts. A message may also be {"from": "human" | "gpt" | "system", "value": "..."}.
 The prompt of a pair may be left out; it is then the common beginning of both sides. A pair may have "chosen_reward" and
 "rejected_reward"; a row of messages may have "tools" and "chat_template_kwargs", which are passed to the chat template; any
-row may have a "weight". ``reader.py`` defines how other columns are treated.
-"""
+row may have a "weight". ``reader.py`` defines how other columns are treated."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
 from nemo_kto.data.rows.labels import Labels, label_text
-from nemo_kto.errors import UserError, show
+from nemo_kto.errors import UserError, printable, show
 
 Row = Mapping[str, object]
 Message = Mapping[str, object]
@@ -335,11 +334,7 @@ def _with_role(message: Any, key: str) -> Any:
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         wanted = f'a function_call in "{key}" must be an object with "name" and "arguments" in JSON, or a list of them'
         raise RowError(f"{wanted}, got {show(message.get('value'))}; correct it, or leave the row out")
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-    }
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def is_conversation_with_answer(value: object) -> bool:
@@ -398,3 +393,34 @@ def _function(call: object) -> Mapping[str, Any]:
     """Return name and arguments of a tool call, which are in its field "function" or beside its other fields."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     return function if isinstance(function, dict) else {}
+
+
+UNLABELLED, EMPTY_ANSWERS, LOST_TEXT = "unlabelled", "empty_answers", "lost_text"
+DUPLICATES, CONTRADICTIONS = "duplicates", "contradictions"
+# Each kind of row, described for a message.
+DROPS = {
+    UNLABELLED: "without a label",
+    EMPTY_ANSWERS: "with an empty answer",
+    LOST_TEXT: "with text that the chat template leaves out or misplaces",
+    DUPLICATES: "equal to an earlier one",
+    CONTRADICTIONS: "whose answer also has the other label, or of a pair whose answers are also swapped",
+}
+DEFAULT_DROPS = (UNLABELLED,)
+
+
+def check_drops(kinds: Collection[str]) -> None:
+    """Raise UserError unless all are keys of :data:`DROPS`."""
+    if unknown := sorted(set(kinds) - set(DROPS)):
+        raise UserError(f"must list names out of {', '.join(DROPS)}, got {printable(unknown[0], 60)}; [] keeps all rows")
+
+
+def drop_text(counts: Mapping[str, int]) -> str:
+    """Return the numbers of rows that were left out, such as "3 rows without a label"; empty if there are none."""
+    return ", ".join(f"{count:,} row{'s' * (count != 1)} {DROPS[kind]}" for kind, count in counts.items() if count)
+
+
+def is_empty_answer(answer: str | Sequence[Mapping[str, object]]) -> bool:
+    """Return whether an answer has neither text nor calls."""
+    if isinstance(answer, str):
+        return not answer.strip()
+    return not any(message.get("tool_calls") or str(message.get("content") or "").strip() for message in answer)

@@ -138,20 +138,18 @@ def _parse_json(raw: bytes) -> Row:
     return row
 
 
-def _json_row(raw: bytes) -> Row | RowError:
-    try:
-        return _parse_json(raw)
-    except RowError as error:
-        return error
-
-
 def _line_rows(text: BinaryIO, part: FilePart) -> Iterator[tuple[int, Row | RowError]]:
     """Yield the rows of JSON lines that are not empty; ``text`` is at the start of the part."""
     place, blank = part.start, 0
     for line, raw in enumerate(read_lines(text), start=part.first_line):
         blank = blank + len(raw) if raw.isspace() else 0
         if not blank:
-            yield line, _json_row(raw)
+            row: Row | RowError
+            try:
+                row = _parse_json(raw)
+            except RowError as error:
+                row = error
+            yield line, row
         elif blank > _MAX_BLANK_BYTES:
             yield line, _too_many_blank_lines()
             return

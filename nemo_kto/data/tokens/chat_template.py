@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nemo_kto.data.rows.drops import is_empty_answer
 from nemo_kto.data.rows.records import (
     KTORecord,
     LastRowError,
@@ -25,20 +24,24 @@ from nemo_kto.data.rows.records import (
     PromptRecord,
     RowError,
     TextOrMessages,
+    is_empty_answer,
 )
-from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
 from nemo_kto.data.tokens.rendering import (
     BEGIN_OF_THOUGHTS,
+    DROP_REMEDY,
     END_OF_THOUGHTS,
     MAX_CHARACTERS,
     NO_THOUGHTS,
     REMEDY,
     TOKEN_IDS,
+    Plan,
     continue_prompt,
+    find_plan,
     in_form,
     in_form_of,
     render_bounded,
     renderer,
+    signature,
 )
 from nemo_kto.data.tokens.workers import LimitError
 from nemo_kto.errors import UserError, printable, show
@@ -141,7 +144,7 @@ class RecordEncoder:
 
     A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. If
     ``apply_chat_template`` is set, it is treated as a user message and the assistant message that answers it. A row of
-    messages is rendered by the chat template, as the first row of its shape is found to lose nothing (``probes.py``); white
+    messages is rendered by the chat template, as the first row of its shape is found to lose nothing (``find_plan``); white
     space after the end-of-turn token is removed, and an EOS is added only if neither the template nor the next turn ends a
     turn with a special token. The answer is tokenised as the continuation of the prompt. If this would change the tokens of
     the prompt (which the model is given unchanged), the answer is tokenised separately.

@@ -13,16 +13,16 @@ import click
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli.command import CheckedCommand, Decorator, Reader, algorithm_choice, command, integer_from
 from nemo_kto.data.rows.data_sources import read_data_prefix
-from nemo_kto.data.rows.drops import DEFAULT_DROPS, check_drops
 from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.normalise import check_json_columns
 from nemo_kto.data.rows.reader import Fields, RowErrors
+from nemo_kto.data.rows.records import DEFAULT_DROPS, check_drops
 from nemo_kto.data.rows.row_files import file_parts, number_of_parts
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.data.tokens.workers import map_parts, number_of_processes
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.hub import is_hub_name, local_folder, pin
-from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inspect.data_check import PartCheck, Report
 from nemo_kto.utils.text import terminal_line
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_kto.data.batches.class_balance import balance_text, balance_warning
 from nemo_kto.data.rows.forms import row_place
-from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.labels import Labels, balance_text, balance_warning
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartErrors
 from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError, TextOrMessages
 from nemo_kto.data.rows.row_files import FilePart

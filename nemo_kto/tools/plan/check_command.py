@@ -20,7 +20,7 @@ from nemo_kto.cli.tokenise_command import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.checker import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.gpu_rules import (
+from nemo_kto.config.rules.layout_rules import (
     OLDEST_ENGINE,
     Computes,
     computes_here,
@@ -134,7 +134,7 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.prepare import prepare
     from nemo_kto.run.samples import samples_text
-    from nemo_kto.telemetry.text_table import epochs
+    from nemo_kto.telemetry.display import epochs
 
     run = run.with_model(data=run.cfg.model.data.model_copy(update={"num_workers": 0}))
     start = prepare(run, data_parallel=(0, machines.ranks // math.prod(degrees(run.cfg.model))))

@@ -13,7 +13,7 @@ from nemo_kto.cli.command import GPU_KIND, MEMORY_OPTION, command, integer_from,
 from nemo_kto.config import compose
 from nemo_kto.config.checker import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.gpu_rules import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
+from nemo_kto.config.rules.layout_rules import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
 from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.errors import ConfigError, error_of
 from nemo_kto.memory.hardware import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Machines, gpus_elsewhere, these_machines

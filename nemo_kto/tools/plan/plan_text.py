@@ -10,8 +10,8 @@ from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.memory.micro_batches import MEAN_LENGTH
 from nemo_kto.memory.rank_memory import CONTEXT
 from nemo_kto.memory.run_plan import Plan, bubble_of_shorter_rows, overrides, remedies, remedy, size
-from nemo_kto.telemetry.text_table import layout_text, short, table
-from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.telemetry.display import layout_text, short, table
+from nemo_kto.telemetry.watch import duration_text
 from nemo_kto.tools.plan.layouts import values_of
 from nemo_kto.tools.plan.shortage import Shortage
 from nemo_kto.tools.plan.speed import Speed, speed_of

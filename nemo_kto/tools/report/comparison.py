@@ -10,7 +10,7 @@ from os.path import commonprefix
 
 from nemo_kto.records.plots import METRICS, Kind, Plot, series_of
 from nemo_kto.records.run_record import ComparisonResult, RunRecord
-from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.telemetry.watch import duration_text
 from nemo_kto.tools.report.facts import DATA, QUALITY, ROWS, hashed_fact, metric_text, model_name, short_name
 from nemo_kto.utils.text import interval_text, percent_text, value_text
 

@@ -13,7 +13,7 @@ from nemo_kto.errors import plural
 from nemo_kto.model_files.checkpoint_files import size_text
 from nemo_kto.records.run_record import RUNNING, RunRecord
 from nemo_kto.telemetry.evaluations import Sample
-from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.telemetry.watch import duration_text
 from nemo_kto.utils.text import interval_text, number_text, percent_text
 
 MODEL, DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"

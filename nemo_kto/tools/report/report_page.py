@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto import __version__
-from nemo_kto.records.drawing import look
-from nemo_kto.records.plots import METRICS, Plot, plots_of, step_range
+from nemo_kto.records.plots import METRICS, Plot, look, plots_of, step_range
 from nemo_kto.records.run_record import RunRecord
 from nemo_kto.tools.report import facts
 from nemo_kto.tools.report.advice import advice_for, different_data

@@ -11,8 +11,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.records.drawing import COLOURS, FONT, draw_curves, style_axes
-from nemo_kto.records.plots import Plot
+from nemo_kto.records.plots import COLOURS, FONT, Plot, draw_curves, style_axes
 from nemo_kto.tools.report.histograms import Histogram
 from nemo_kto.utils.text import html_text
 

@@ -11,7 +11,7 @@ import click
 
 from nemo_kto.cli.command import command, integer_from, number
 from nemo_kto.errors import UserError, plural
-from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.row_output import PERSON, open_rows
 from nemo_kto.tools.rounds.answers import read_answers
 from nemo_kto.tools.rounds.judge import Judge, Scorer, Scores

@@ -16,7 +16,7 @@ from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.model_files.content_hashes import quick_hash
 from nemo_kto.model_files.tokenizer_files import has_chat_template
-from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.named_models import base_of_adapters, find_model, load_models
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.inference.sampling import Sampling, check_sampling

@@ -109,12 +109,12 @@ def _start() -> None:
     sys.addaudithook(_listen)
     for name in ("rename", "replace"):
         _wrap("os", "", name, _renaming(0), _renaming(1))
-    _wrap("nemo_kto.telemetry.timers", "PhaseTimers", "phase", lambda _, name: _reach(name))
+    _wrap("nemo_kto.telemetry.watch", "PhaseTimers", "phase", lambda _, name: _reach(name))
     schedules = "megatron.core.pipeline_parallel.schedules"
     _wrap(schedules, "", "forward_step", lambda *_, **__: _reach("forward"))
     _wrap(schedules, "", "backward_step", lambda *_, **__: _reach("backward"))
 
 
 # Processes of a run are forked from one that has imported their modules (tests/helpers/fork_server.py); others have not.
-if _FOLDER and "nemo_kto.telemetry.timers" in sys.modules:
+if _FOLDER and "nemo_kto.telemetry.watch" in sys.modules:
     _start()

@@ -17,7 +17,7 @@ from nemo_kto.algorithms.kto import KTOTrainer, kto_custom_collate
 from nemo_kto.data.batches.dataset import DPOExample, KTOExample
 from nemo_kto.data.batches.loader import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.timers import RunTimer
+from nemo_kto.telemetry.watch import RunTimer
 from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Descent, Mean, Notebook, Schedule
 
 EOS = 0

@@ -15,7 +15,7 @@ import torch
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import BestValidation, EarlyStopping
-from nemo_kto.telemetry.timers import StopReason
+from nemo_kto.telemetry.watch import StopReason
 from tests.helpers.messages import Message
 from tests.unit.algorithms.trainer_doubles import Run
 

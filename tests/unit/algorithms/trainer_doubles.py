@@ -14,7 +14,7 @@ from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.duration import BestValidation, EarlyStopping, SkippedSteps, ValidationLoaders
 from nemo_kto.data.batches.loader import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+from nemo_kto.telemetry.watch import PhaseTimers, RunTimer
 
 LEARNING_RATE = 0.25
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from nemo_kto.cli import main as cli
-from nemo_kto.cli import tools
+from nemo_kto.cli.command import tool
 from nemo_kto.errors import UserError
 from tests.helpers.commands import CLI, run_here
 from tests.helpers.messages import Message, raises
@@ -92,7 +92,7 @@ def test_a_tool_that_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == Message("nemo-kto", "command", "got plan")
     assert run_here("data", "check", "--help") == 0
     with raises(UserError, "nemo_kto.tools.plan", "installed", "install the whole package nemo-kto"):
-        tools.tool("plan.auto")
+        tool("plan.auto")
 
 
 def test_completions() -> None:

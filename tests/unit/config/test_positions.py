@@ -101,15 +101,8 @@ def test_short_words_for_keys() -> None:
     words = ["MODEL", "DATA", "lr=1e-6,2e-6", "beta=0.3", "epochs=2", "steps=5", "batch=8"]
     for name, recipe in RECIPES.items():
         overrides, errors = read_positions(words, recipe)
-        assert (overrides[:5], errors) == (
-            [
-                "model.optim.lr=1e-6,2e-6",
-                f"model.{name}.ref_policy_kl_penalty=0.3",
-                f"trainer.{name}.max_epochs=2",
-                f"trainer.{name}.max_steps=5",
-                "model.global_batch_size=8",
-            ],
-            [],
-        )
+        loop = [f"trainer.{name}.max_epochs=2", f"trainer.{name}.max_steps=5"]
+        keys = ["model.optim.lr=1e-6,2e-6", f"model.{name}.ref_policy_kl_penalty=0.3", *loop, "model.global_batch_size=8"]
+        assert (overrides[:5], errors) == (keys, [])
     _, (error,) = read_positions(["lr=1e-6", "model.optim.lr=2e-6"], RECIPES["kto"])
     assert str(error) == Message("model.optim.lr", "once", "lr=1e-6", "model.optim.lr=2e-6", "leave one out")

@@ -19,16 +19,8 @@ def test_every_key_of_the_adapters_is_used() -> None:
     assert resolved().adapters is None
     plain = resolved(LORA).adapters
     assert plain == LoRASettings(rank=32, alpha=32, target_modules=("all-linear",))
-    given = [
-        "adapter_dim=16",
-        "alpha=8",
-        "rslora=true",
-        "dora=true",
-        "adapter_dropout=0.1",
-        "target_modules=[mlp]",
-        "layer_selection=[2]",
-    ]
-    found = resolved(LORA, *(f"{TUNING}.{key}" for key in given)).adapters
+    given = "adapter_dim=16 alpha=8 rslora=true dora=true adapter_dropout=0.1 target_modules=[mlp] layer_selection=[2]"
+    found = resolved(LORA, *(f"{TUNING}.{key}" for key in given.split())).adapters
     assert found == LoRASettings(rank=16, alpha=8, rslora=True, dora=True, dropout=0.1, target_modules=("mlp",), layers=(2,))
     assert found.scale == 2.0
 

@@ -16,8 +16,8 @@ from nemo_kto.cli import job
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from tests.helpers.messages import Message, read_cases
-from tests.unit.config.test_rules_experts import BATCH, ONE_BY_ONE
-from tests.unit.config.test_rules_experts import model as mixture
+from tests.unit.config.test_rules_layout import BATCH, ONE_BY_ONE
+from tests.unit.config.test_rules_layout import model as mixture
 from tests.unit.conftest import FindErrors, of
 
 # Overrides, number of ranks, errors.
@@ -181,19 +181,12 @@ def test_a_metric_of_another_loss(find_errors: FindErrors, loss: str, metric: st
 
 
 def test_listed_metrics_equal_those_of_the_losses() -> None:
-    shared = ["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum", "rewards_chosen_sum"]
-    shared += [
-        "weighted_preference_loss_sum",
-        "weighted_sft_loss_sum",
-        "rewards_rejected_sum",
-        "rewards_square_sum",
-        "logps_chosen_sum",
-        "logps_rejected_sum",
-    ]
-    of_rows = dict.fromkeys(
-        [*shared, "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows"], 2.0
+    shared = (
+        "rows invalid_rows loss_sum preference_loss_sum sft_loss_sum weighted_preference_loss_sum weighted_sft_loss_sum "
+        "rewards_chosen_sum rewards_rejected_sum rewards_square_sum logps_chosen_sum logps_rejected_sum"
     )
-    of_pairs = dict.fromkeys([*shared, "sft_count", "correct", "margin_square_sum"], 2.0)
+    of_rows = dict.fromkeys(f"{shared} kl_rows kl_sum delta_sum delta_batches chosen_rows rejected_rows".split(), 2.0)
+    of_pairs = dict.fromkeys(f"{shared} sft_count correct margin_square_sum".split(), 2.0)
     counts = {"rows", "invalid_rows", "kl_unclamped"}
     assert {*KTO.metrics, *KTO.anchors.values()} == set(kto_metrics(of_rows)) - counts
     assert set(DPO.metrics) == set(preference_metrics(of_pairs)) - counts

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.gpu_rules import Computes, check_gpu, gpu_rules, model_gpu_rules
+from nemo_kto.config.rules.layout_rules import Computes, check_gpu, gpu_rules, model_gpu_rules
 from nemo_kto.device import device, environment
 from nemo_kto.errors import UserError
 from nemo_kto.tools.plan import plan_command as plan

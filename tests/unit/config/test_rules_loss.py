@@ -88,14 +88,8 @@ def test_a_sweep_may_set_options_of_another_of_its_losses(find_errors: FindError
                 "exp_manager.checkpoint_callback_params.monitor=val_simpo_loss",
             ],
         ),
-        (
-            DPO,
-            ["model.dpo.preference_losses={aot: 1.0, dpo: 0.5, exo_pair: 0.1}", "model.dpo.exo_label_smoothing=0.1"],
-        ),
-        (
-            DPO,
-            ["model.dpo.preference_losses={ipo: 1, sigmoid_norm: 1}", "model.dpo.preference_average_log_probs=true"],
-        ),
+        (DPO, ["model.dpo.preference_losses={aot: 1.0, dpo: 0.5, exo_pair: 0.1}", "model.dpo.exo_label_smoothing=0.1"]),
+        (DPO, ["model.dpo.preference_losses={ipo: 1, sigmoid_norm: 1}", "model.dpo.preference_average_log_probs=true"]),
         (DPO, ["model.global_batch_size=1"]),  # a pair has nothing to do with another pair
         (
             DPO,

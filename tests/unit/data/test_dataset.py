@@ -17,39 +17,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.dataset import KTODataset
-from nemo_kto.data.batches.splits import Splits, blend, build_splits
+from nemo_kto.data.batches.splits import blend
 from nemo_kto.data.rows.data_sources import UNNAMED
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
 from tests.helpers import fork_server
 from tests.helpers.messages import Message, raises
-from tests.unit.data.tiny_data import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
-
-TOKENIZER = chatml_tokenizer()
-
-
-def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
-    settings: dict = {"kind": KTO_EXAMPLES, "make": KTODataset}
-    settings |= {"tokenizer": TOKENIZER, "seq_length": 32, "truncation_mode": "keep_end", "seed": 5}
-    settings |= {"cache_dir": tmp_path / "cache", **changes}
-    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
-
-
-def prompts(dataset: KTODataset | None) -> list[str]:
-    assert dataset is not None
-    return [TOKENIZER.decode(row.prompt_ids) for row in dataset.__getitems__(range(len(dataset)))]
-
-
-def named(count: int, name: str = "row", first: int = 0) -> list[str]:
-    return [f"{name} {i}:" for i in range(first, count)]
+from tests.unit.data.tiny_data import (
+    TOKENIZER,
+    chatml_tokenizer,
+    llama_tokenizer,
+    named,
+    numbered_rows,
+    prompts,
+    splits,
+    train_split,
+    write_rows,
+)
 
 
 def test_rows_round_trip_through_the_cache(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
-    dataset = splits(str(path), tmp_path).train
-    assert dataset is not None
+    dataset = train_split(str(path), tmp_path)
     assert len(dataset) == 7
     row = dataset[5]
     assert TOKENIZER.decode(row.prompt_ids) == "row 5:"
@@ -64,8 +53,7 @@ def test_rows_are_truncated_to_seq_length(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "abcdefgh" * 9, "response": "x", "preference": "chosen"}])
     ends = {}
     for mode in ("keep_end", "keep_start"):
-        dataset = splits(path, tmp_path, seq_length=8, truncation_mode=mode).train
-        assert dataset is not None
+        dataset = train_split(path, tmp_path, seq_length=8, truncation_mode=mode)
         assert len(dataset[0].prompt_ids) == 6
         ends[mode] = TOKENIZER.decode(dataset[0].prompt_ids)
     assert ("abcdefgh" * 9).endswith(ends["keep_end"])
@@ -244,7 +232,7 @@ READ = """
     import sys
     from pathlib import Path
     from functools import partial
-    from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES
+    from nemo_kto.data.tokens.cache import KTO_EXAMPLES
     from nemo_kto.data.tokens.chat_template import RecordEncoder
     from nemo_kto.data.batches.dataset import KTODataset
     from nemo_kto.data.batches.splits import build_splits

@@ -11,21 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.class_balance import (
-    MAX_BALANCE,
-    MIN_BALANCE,
-    balance_warning,
-    balanced_weights,
-    loss_balance,
-)
 from nemo_kto.data.batches.collate import dpo_custom_collate
-from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts
-from nemo_kto.data.batches.splits import build_splits
+from nemo_kto.data.batches.dataset import DPODataset, DPOExample, SplitCounts
+from nemo_kto.data.rows.labels import MAX_BALANCE, MIN_BALANCE, balance_warning, balanced_weights, loss_balance
 from nemo_kto.data.rows.records import RowError, pair_of_row
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, raises
-from tests.unit.data.tiny_data import chatml_tokenizer, write_rows
+from tests.unit.data.tiny_data import train_split, write_rows
 
 EOS = 0
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
@@ -92,19 +85,13 @@ def test_one_file_works_for_both_algorithms_and_defaults_are_not_cached(tmp_path
     rows: list[Any] = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
     rows[1] |= {"chosen_reward": 5, "rejected_reward": 4}
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    shared = {"data_prefix": {"train": str(file)}, "splits_string": None, "tokenizer": chatml_tokenizer()}
-    shared |= {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": tmp_path / "cache", "seed": 1}
     for defaults in ((1.0, 0.0), (9.0, 8.0)):
         make = partial(DPODataset, default_chosen_reward=defaults[0], default_rejected_reward=defaults[1])
-        splits = build_splits(kind=DPO_EXAMPLES, make=make, **shared)
-        assert splits.train is not None
-        rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
+        pairs: Any = train_split({"train": str(file)}, tmp_path, seq_length=16, kind=DPO_EXAMPLES, make=make)
+        rewards = [(row.chosen_reward, row.rejected_reward) for row in pairs.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
-        assert splits.train.counts == SplitCounts(
-            rows=4, desirable=None, tokens=24, longest=3, cut_prompts=0, cut_responses=0
-        )
-    judged = build_splits(kind=KTO_EXAMPLES, make=KTODataset, **shared).train
-    assert judged is not None
+        assert pairs.counts == SplitCounts(rows=4, desirable=None, tokens=24, longest=3, cut_prompts=0, cut_responses=0)
+    judged = train_split({"train": str(file)}, tmp_path, seq_length=16)
     assert len(judged) == 8
     assert judged.counts.classes == {"desirable": 4, "undesirable": 4}
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset
-from nemo_kto.data.batches.splits import Splits, build_splits
-from nemo_kto.data.rows.drops import DROPS
-from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.batches.dataset import DPODataset
+from nemo_kto.data.batches.splits import Splits
+from nemo_kto.data.rows.records import DROPS, DataError
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES
 from nemo_kto.errors import UserError
 from tests.helpers.messages import raises
-from tests.unit.data.tiny_data import chatml_tokenizer
+from tests.unit.data.tiny_data import splits, write_rows
 
 ALL = tuple(DROPS)
 
@@ -44,17 +44,12 @@ PAIRS = [
 
 
 def split(folder: Path, rows: list[dict[str, object]], *, pairs: bool = False, **settings: Any) -> Splits[Any]:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    given: dict[str, Any] = {"data_prefix": str(path), "splits_string": None, "truncation_mode": "keep_end", "seed": 1}
+    given: dict[str, Any] = {"data_prefix": str(write_rows(folder / "rows.jsonl", rows)), "tmp_path": folder}
+    given |= {"seed": 1, "seq_length": 64, "cache_dir": folder}
     if pairs:
-        given |= {
-            "kind": DPO_EXAMPLES,
-            "make": lambda **views: DPODataset(**views, default_chosen_reward=1.0, default_rejected_reward=0.0),
-        }
-    else:
-        given |= {"kind": KTO_EXAMPLES, "make": KTODataset}
-    return build_splits(**given | {"tokenizer": chatml_tokenizer(), "seq_length": 64, "cache_dir": folder} | settings)
+        make = partial(DPODataset, default_chosen_reward=1.0, default_rejected_reward=0.0)
+        given |= {"kind": DPO_EXAMPLES, "make": make}
+    return splits(**given | settings)
 
 
 def turn(text: str, *, role: str = "user", **fields: object) -> dict[str, object]:
@@ -94,9 +89,9 @@ def test_rows_that_are_left_out(
     rows: list[dict[str, object]], drop: list[str] | None, kept: list[int], tmp_path: Path
 ) -> None:
     settings = {} if drop is None else {"drop": drop}
-    splits = split(tmp_path, rows, pairs=rows is PAIRS, **settings)
-    assert lines(splits.train) == kept
-    assert split(tmp_path, rows, pairs=rows is PAIRS, **settings).warnings == splits.warnings, "from the cache"
+    built = split(tmp_path, rows, pairs=rows is PAIRS, **settings)
+    assert lines(built.train) == kept
+    assert split(tmp_path, rows, pairs=rows is PAIRS, **settings).warnings == built.warnings, "from the cache"
 
 
 def test_they_are_counted_in_each_file_and_split(tmp_path: Path) -> None:
@@ -106,15 +101,15 @@ def test_they_are_counted_in_each_file_and_split(tmp_path: Path) -> None:
         "rows.jsonl: an answer is empty in 1 row; model.data.drop=[unlabelled,empty_answers] leaves them out"
     )
     rows = [*(row(f"p{number}", "x", True) for number in range(9)), row("p0", "x", True), row("p1", "x", False)]
-    splits = split(tmp_path, rows, splits_string="1,1", drop=ALL)
-    assert (lines(splits.train), lines(splits.validation[""])) == ([1, 3, 4, 5], [6, 7, 8, 9])
-    assert splits.warnings == (
+    built = split(tmp_path, rows, splits_string="1,1", drop=ALL)
+    assert (lines(built.train), lines(built.validation[""])) == ([1, 3, 4, 5], [6, 7, 8, 9])
+    assert built.warnings == (
         f"rows: left out: 1 row {DROPS['duplicates']}, 2 rows {DROPS['contradictions']} (model.data.drop)",
     )
     named = {"train": str(tmp_path / "rows.jsonl"), "validation": str(tmp_path / "rows.jsonl")}
-    splits = split(tmp_path, rows, data_prefix=named, drop=["duplicates"])
-    assert lines(splits.train) == lines(splits.validation[""]) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
-    assert [text.split(":")[0] for text in splits.warnings] == ["train", "validation"]
+    built = split(tmp_path, rows, data_prefix=named, drop=["duplicates"])
+    assert lines(built.train) == lines(built.validation[""]) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
+    assert [text.split(":")[0] for text in built.warnings] == ["train", "validation"]
 
 
 def test_a_blend_draws_from_the_rows_that_are_kept(tmp_path: Path) -> None:
@@ -139,10 +134,10 @@ def test_rows_whose_text_the_template_leaves_out(tmp_path: Path) -> None:
     remedy = "model.data.drop=[unlabelled,lost_text]"
     with raises(DataError, "rows.jsonl:2", '"tool_calls" of the answer', "rows.jsonl:3", "reasoning_content", remedy):
         split(tmp_path, WITH_LOSSES)
-    splits = split(tmp_path, WITH_LOSSES, drop=["unlabelled", "lost_text"])
-    assert splits.left_out == f"2 rows {DROPS['lost_text']}"
-    assert splits.special_tokens == "the texts of 2 rows contain special tokens of the model"
-    assert splits.warnings == (
+    built = split(tmp_path, WITH_LOSSES, drop=["unlabelled", "lost_text"])
+    assert built.left_out == f"2 rows {DROPS['lost_text']}"
+    assert built.special_tokens == "the texts of 2 rows contain special tokens of the model"
+    assert built.warnings == (
         f"{tmp_path}/rows.jsonl: left out: 2 rows {DROPS['lost_text']} (model.data.drop)",
         f"{tmp_path}/rows.jsonl: an answer is empty in 1 row; model.data.drop=[unlabelled,empty_answers] leaves them out",
         f"{tmp_path}/rows.jsonl: the texts of 2 rows contain special tokens of the model; remove them unless the model "

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset
-from nemo_kto.data.batches.splits import Splits, build_splits
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.data.batches.dataset import DPODataset
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES
 from tests.helpers.messages import Message
-from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
-
-TOKENIZER = chatml_tokenizer()
+from tests.unit.data.tiny_data import numbered_rows, train_split, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +21,8 @@ def keep_every_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_kto.data.tokens.cache.MIN_KEPT_BYTES", 0)
 
 
-def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
-    settings: dict[str, Any] = {"kind": KTO_EXAMPLES, "make": KTODataset, "tokenizer": TOKENIZER, "seq_length": 32}
-    settings |= {"truncation_mode": "keep_end", "seed": 5, "cache_dir": tmp_path / "cache", **changes}
-    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
-
-
 def fingerprint(data_prefix: object, tmp_path: Path, **changes: Any) -> str:
-    dataset = splits(data_prefix, tmp_path, **changes).train
-    assert dataset is not None
-    return dataset.fingerprint()
+    return train_split(data_prefix, tmp_path, **changes).fingerprint()
 
 
 def test_the_fingerprint_depends_on_rows_and_not_on_files(tmp_path: Path) -> None:

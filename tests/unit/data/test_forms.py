@@ -26,9 +26,8 @@ from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import FilePart, file_parts, number_of_parts, read_rows
-from nemo_kto.data.tokens.cache import TokenCache
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import raises
 from tests.unit.data.tiny_data import chatml_tokenizer, write_rows
@@ -75,15 +74,9 @@ def write_parquet(path: Path, rows: Sequence[dict]) -> None:
     parquet.write_table(table_of(rows), path, row_group_size=7)
 
 
-def write_arrow_file(path: Path, rows: Sequence[dict]) -> None:
+def write_arrow(path: Path, rows: Sequence[dict], new: Callable[..., Any] = pyarrow.ipc.new_file) -> None:
     table = table_of(rows)
-    with pyarrow.ipc.new_file(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-
-
-def write_arrow_stream(path: Path, rows: Sequence[dict]) -> None:
-    table = table_of(rows)
-    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+    with new(str(path), table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
 
 
@@ -106,8 +99,8 @@ FORMS: dict[str, Callable[[Path, Sequence[dict]], object]] = {
     "semicolons.csv": lambda path, rows: write_csv(path, rows, ";"),
     "rows.json": write_rows,
     "rows.parquet": write_parquet,
-    "rows.arrow": write_arrow_file,
-    "stream.arrow": write_arrow_stream,
+    "rows.arrow": write_arrow,
+    "stream.arrow": partial(write_arrow, new=pyarrow.ipc.new_stream),
     "rows.jsonl.gz": compressed(write_rows, "gzip"),
     "rows.jsonl.zst": compressed(write_rows, "zstd"),
     "rows.csv.gz": compressed(write_csv, "gzip"),
@@ -121,10 +114,8 @@ FORMS: dict[str, Callable[[Path, Sequence[dict]], object]] = {
 
 def examples(path: Path, folder: Path, kind: ExampleKind = KTO_EXAMPLES) -> tuple[list[dict], FileColumns]:
     """The cached examples of a file, without their lines."""
-    broken = RowErrors()
-    cache = TokenCache(
-        kind=kind, folder=folder, fields=Fields(), encoder=ENCODER, truncation=Truncation(64, "keep_end", None)
-    )
+    broken, cut = RowErrors(), Truncation(64, "keep_end", None)
+    cache = TokenCache(kind=kind, folder=folder, fields=Fields(), encoder=ENCODER, truncation=cut)
     table, columns = cache.open([path], broken=broken)[path]
     broken.raise_if_any()
     assert table is not None
@@ -186,32 +177,23 @@ def test_a_broken_row_is_named_by_line_or_row(tmp_path: Path) -> None:
 
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "response": f"{n}", "label": n % 2} for n in range(9)]
-    features = datasets.Features(
-        {
-            "prompt": datasets.Value("string"),
-            "response": datasets.Value("string"),
-            "label": datasets.ClassLabel(names=["up", "down"]),
-        }
-    )
+    text, label = datasets.Value("string"), datasets.ClassLabel(names=["up", "down"])
+    features = datasets.Features(prompt=text, response=text, label=label)
     data = datasets.Dataset.from_list(rows, features=features)
     data.save_to_disk(tmp_path / "saved", num_shards=2)
     saved = data_files(tmp_path / "saved")
     assert [file.name for file in saved] == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     assert [find_form(file).kind for file in saved] == ["arrow", "arrow"]
     # the names of the classes count, not their numbers
-    expected, _ = examples(
-        write_rows(tmp_path / "a.jsonl", [row | {"label": ("up", "down")[number % 2]} for number, row in enumerate(rows)]),
-        tmp_path / "cache",
-    )
+    with_names = [row | {"label": ("up", "down")[number % 2]} for number, row in enumerate(rows)]
+    expected, _ = examples(write_rows(tmp_path / "a.jsonl", with_names), tmp_path / "cache")
     found = [example for file in saved for example in examples(file, tmp_path / "cache")[0]]
     assert found == expected
     assert [example["desirable"] for example in found[:3]] == [True, False, True]
     datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "splits")
     splits = read_data_prefix(str(tmp_path / "splits"))
-    assert {split: [file.parent.name for file in source.files] for split, (source,) in splits.items()} == {
-        "train": ["train"],
-        "test": ["test"],
-    }
+    folders = {split: [file.parent.name for file in source.files] for split, (source,) in splits.items()}
+    assert folders == {"train": ["train"], "test": ["test"]}
     datasets.DatasetDict(train_prefs=data, test_prefs=data).save_to_disk(tmp_path / "prefs")
     with raises(DataError, "train_prefs, test_prefs", f"{tmp_path}/prefs/test_prefs"):
         read_data_prefix(str(tmp_path / "prefs"))

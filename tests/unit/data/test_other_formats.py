@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors, read_prompts
+from nemo_kto.data.rows.reader import Fields, FileColumns, read_prompts
 from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord
 from tests.helpers.messages import raises
-from tests.unit.data.tiny_data import write_rows
+from tests.unit.data.tiny_data import read_file, write_rows
 
 QUESTION, GOOD, BAD = "Name a fruit.", "An apple.", "A stone."
 USER = {"role": "user", "content": QUESTION}
@@ -25,10 +25,7 @@ def said(text: object, **more: Any) -> dict[str, Any]:
 def read(
     path: Path, rows: list[dict], *, as_pairs: bool, drop: tuple[str, ...] = ("unlabelled",)
 ) -> tuple[list[Any], FileColumns]:
-    broken, columns = RowErrors(), FileColumns()
-    reader = FileReader(fields=Fields(drop=drop), broken=broken)
-    write_rows(path, rows)
-    records = list((reader.dpo_records if as_pairs else reader.kto_records)(path, columns))
+    records, columns, broken = read_file(write_rows(path, rows), Fields(drop=drop), as_pairs=as_pairs)
     broken.raise_if_any()
     return records, columns
 

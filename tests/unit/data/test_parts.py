@@ -22,12 +22,11 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.row_files import WHOLE_FILE, FilePart, file_parts, number_of_parts, read_rows
 from nemo_kto.data.tokens import workers as worker_processes
-from nemo_kto.data.tokens.cache import TokenCache
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.data.tokens.workers import map_parts, number_of_processes
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, error_of
 from tests.helpers import fork_server
 from tests.helpers.messages import Message, raises
 from tests.unit.data import part_work
@@ -49,11 +48,7 @@ def opened(
         cache = TokenCache(folder=folder, fields=Fields(), preprocess_workers=workers, **settings)
         ((examples, columns),) = cache.open([path], broken=broken).values()
     table = examples and Dataset(examples)
-    try:
-        broken.raise_if_any()
-    except DataError as error:
-        return table, columns, str(error)
-    return table, columns, ""
+    return table, columns, error_of(broken.raise_if_any) or ""
 
 
 def arrow_file(folder: Path) -> bytes:

@@ -15,14 +15,13 @@ from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.utils import files
 from tests.helpers.messages import raises
 from tests.unit.data.test_chat import ANSWER, USER, record
-from tests.unit.data.tiny_data import chatml_tokenizer, llama_tokenizer
+from tests.unit.data.tiny_data import chatml_tokenizer, llama_tokenizer, write_rows
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def write(file: Path, *rows: Any) -> Path:
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return file
+    return write_rows(file, rows)
 
 
 def test_a_text_has_one_prompt_per_line(tmp_path: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.reader import Fields, FileColumns
 from nemo_kto.data.rows.records import DataError, DPORecord
+from nemo_kto.errors import error_of
 from tests.helpers.messages import Message
+from tests.unit.data.tiny_data import read_file, write_rows
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 PARIS, LYON = "The capital of France is Paris.", "The capital of France is Lyon."
@@ -26,16 +27,9 @@ def read(
     tmp_path: Path, *rows: dict, fields: dict[str, str] | None = None, pairs: bool = False
 ) -> tuple[list[Any], FileColumns, str]:
     """Records and columns of a file, and the errors of its rows."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    broken, columns = RowErrors(), FileColumns()
-    reader = FileReader(fields=Fields(columns=fields or {}), broken=broken)
-    records: list[Any] = list(reader.dpo_records(path, columns) if pairs else reader.kto_records(path, columns))
-    try:
-        broken.raise_if_any()
-    except DataError as error:
-        return records, columns, str(error).replace(f"{path}:", "")
-    return records, columns, ""
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    records, columns, broken = read_file(path, Fields(columns=fields or {}), as_pairs=pairs)
+    return records, columns, (error_of(broken.raise_if_any) or "").replace(f"{path}:", "")
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -98,10 +92,7 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
             {"prompt": QUESTION, "system": "Be brief.", "response": PARIS, "label": True},
             Message("system", "prompt", "list", "role", "content", "first"),
         ),
-        (
-            {"messages": [USER, assistant("a")], "history": [["hi", "hello"]], "label": True},
-            Message("history", "prompt"),
-        ),
+        ({"messages": [USER, assistant("a")], "history": [["hi", "hello"]], "label": True}, Message("history", "prompt")),
         (
             {"prompt": QUESTION, "images": ["a.png"], "response": PARIS, "label": True},
             Message("images", "supported", "leave"),
@@ -200,10 +191,7 @@ def test_unused_columns_are_counted_per_row_format(tmp_path: Path) -> None:
         ({"tools": ["f"]}, Message("string", "JSON", "['f']")),
         ({"tools": "{"}, Message("tools", "list", "JSON", "string")),
         ({"chat_template_kwargs": "x"}, Message("chat_template_kwargs", "object", "x")),
-        (
-            {"chat_template_kwargs": {"tokenize": True}},
-            Message("chat_template_kwargs", "template", "tokenize", "remove"),
-        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, Message("chat_template_kwargs", "template", "tokenize", "remove")),
     ],
 )
 def test_invalid_chat_template_arguments(tmp_path: Path, given: dict, text: str) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord, RowError, records_of_row
 from tests.helpers.messages import raises
+from tests.unit.data.tiny_data import read_file
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -152,9 +152,7 @@ def test_a_broken_row_names_key_value_and_remedy(row: dict, words: list[str]) ->
 
 
 def read(path: Path) -> list[KTORecord]:
-    broken, columns = RowErrors(), FileColumns()
-    records = list(FileReader(fields=Fields(), broken=broken).kto_records(path, columns))
-    columns.add_label_errors(path, Labels(), broken)
+    records, _, broken = read_file(path, Fields())
     broken.raise_if_any()
     return records
 

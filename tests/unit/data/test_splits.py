@@ -1,4 +1,4 @@
-"""Splits of small and large data, and their statistics."""
+"""Splits of small and large data, and their statistics; several validation sets: names, files and examples."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts
-from nemo_kto.data.batches.splits import Range, Splits, build_splits, join_small, split_ranges
+from nemo_kto.data.batches.dataset import DPODataset, SplitCounts
+from nemo_kto.data.batches.splits import Range, join_small, split_ranges
 from nemo_kto.data.rows.data_sources import SPLITS, UNNAMED, Source, split_shares
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES
 from nemo_kto.data.tokens.chat_template import RecordEncoder
-from nemo_kto.data.tokens.tokeniser import DPO_EXAMPLES, KTO_EXAMPLES
-from tests.helpers.messages import Message
-from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
+from nemo_kto.errors import UserError
+from tests.helpers.messages import Message, raises
+from tests.unit.data.tiny_data import TOKENIZER, named, numbered_rows, prompts, splits, train_split, write_rows
 
-TOKENIZER = chatml_tokenizer()
 SOURCE = Source((), None)
-
-
-def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = "auto", **changes: object) -> Splits[KTODataset]:
-    settings: dict = {"kind": KTO_EXAMPLES, "make": KTODataset, "min_validation_rows": 2}
-    settings |= {"tokenizer": TOKENIZER, "seq_length": 32, "truncation_mode": "keep_end", "seed": 5}
-    settings |= {"cache_dir": tmp_path / "cache", **changes}
-    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
 
 
 def sizes(rows: int, splits_string: str, least: int) -> tuple[list[int], list[str]]:
@@ -42,19 +36,8 @@ def test_the_default_split_leaves_no_row_unused(least: int) -> None:
     for rows, validation in {**small, **large}.items():
         found, message = sizes(rows, "auto", least)
         assert found == [rows - validation, validation, 0]
-        assert message == (
-            []
-            if validation
-            else [
-                Message(
-                    "validation",
-                    f"{rows}",
-                    "all",
-                    f'model.data.splits_string="{"90,10" if rows >= 20 else "50,50"}"',
-                    "null",
-                )
-            ]
-        )
+        remedy = f'model.data.splits_string="{"90,10" if rows >= 20 else "50,50"}"'
+        assert message == ([] if validation else [Message("validation", f"{rows}", "all", remedy, "null")])
 
 
 def test_a_validation_split_of_one_row_joins_training_if_two_are_needed() -> None:
@@ -71,7 +54,7 @@ def test_a_validation_split_of_one_row_joins_training_if_two_are_needed() -> Non
 
 def test_a_too_small_named_validation_split_is_dropped(tmp_path: Path) -> None:
     files = {name: str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(n, name))) for name, n in (("a", 4), ("b", 1))}
-    built = splits({"train": files["a"], "validation": files["b"], "test": files["a"]}, tmp_path)
+    built = splits({"train": files["a"], "validation": files["b"], "test": files["a"]}, tmp_path, min_validation_rows=2)
     assert built.train is not None
     assert len(built.train) == 4
     assert built.validation == {}
@@ -103,14 +86,13 @@ LONG = [
 def test_truncations_are_counted_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "a.jsonl", LONG)
     for _ in range(2):
-        built = splits(path, tmp_path, None, seq_length=10)
-        assert built.train is not None
-        assert built.train.counts == SplitCounts(rows=4, desirable=2, tokens=40, longest=15, cut_prompts=2, cut_responses=2)
-        lengths = {name: each.counts for name, each in built.train.length_histograms().items()}
+        train = train_split(path, tmp_path, seq_length=10)
+        assert train.counts == SplitCounts(rows=4, desirable=2, tokens=40, longest=15, cut_prompts=2, cut_responses=2)
+        lengths = {name: each.counts for name, each in train.length_histograms().items()}
         assert [*lengths] == ["prompt", "desirable", "undesirable"]
         assert (sum(lengths["prompt"]), lengths["desirable"]) == (4, [0, 0, 0, 0, 2])
         assert (sum(lengths["undesirable"]), len(lengths["undesirable"])) == (2, 10)
-        assert list(built.train.counts.warnings("train", seq_length=10)) == [
+        assert list(train.counts.warnings("train", seq_length=10)) == [
             Message("train", "prompt", "2", "4", "model.data.seq_length=10"),
             Message("train", "answer", "2", "4", "model.data.seq_length=10"),
         ]
@@ -123,17 +105,12 @@ def test_counts_of_pairs(tmp_path: Path) -> None:
         {"prompt": "a" * 4, "chosen": "b", "rejected": "c"},
     ]
     make = partial(DPODataset, default_chosen_reward=1.0, default_rejected_reward=0.0)
-    built: Splits[DPODataset]
     path = write_rows(tmp_path / "a.jsonl", rows)
-    built = splits(path, tmp_path, None, seq_length=10, kind=DPO_EXAMPLES, make=make)  # type: ignore[assignment]
-    assert built.train is not None
-    assert built.train.counts == SplitCounts(
-        rows=2, desirable=None, tokens=3 + 10 + 12, longest=13, cut_prompts=1, cut_responses=1
-    )
-    assert built.train.counts.classes == {}
-    assert list(built.train.counts.warnings("train", seq_length=10))[1] == Message(
-        "train", "answer", "1", "2", "model.data.seq_length=10"
-    )
+    counts = train_split(path, tmp_path, seq_length=10, kind=DPO_EXAMPLES, make=make).counts
+    assert counts == SplitCounts(rows=2, desirable=None, tokens=3 + 10 + 12, longest=13, cut_prompts=1, cut_responses=1)
+    assert counts.classes == {}
+    warning = list(counts.warnings("train", seq_length=10))[1]
+    assert warning == Message("train", "answer", "1", "2", "model.data.seq_length=10")
 
 
 @pytest.mark.parametrize("prefix", ["appended", "blended"])
@@ -152,3 +129,55 @@ def test_the_source_row_of_an_example(prefix: str, tmp_path: Path) -> None:
     if prefix == "appended":
         assert built.train is not None
         assert built.train.names([4, 3, 0, 4]) == [f"{names[1]}:1", f"{names[0]}:1"], "both answers of a pair are one row"
+
+
+def write(folder: Path, **rows: int) -> dict[str, str]:
+    return {name: str(write_rows(folder / f"{name}.jsonl", numbered_rows(count, name))) for name, count in rows.items()}
+
+
+def test_each_set_has_the_rows_of_its_own_files(tmp_path: Path) -> None:
+    files = write(tmp_path, a=4, b=3, c=2)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder, d=2, e=3)
+    sets = {"one": files["b"], "two": [files["c"], files["b"]], "blend": [1, files["b"], 1, files["c"]], "all": str(folder)}
+    built = splits({"train": files["a"], "validation": sets, "test": files["c"]}, tmp_path)
+    assert prompts(built.train) == named(4, "a")
+    assert list(built.validation) == ["one", "two", "blend", "all"]
+    assert prompts(built.validation["one"]) == named(3, "b")
+    assert prompts(built.validation["two"]) == named(2, "c") + named(3, "b")
+    assert sorted(set(prompts(built.validation["blend"]))) == named(3, "b") + named(2, "c")
+    assert prompts(built.validation["all"]) == named(2, "d") + named(3, "e")
+    assert list(built.in_use) == ["train", "validation.one", "validation.two", "validation.blend", "validation.all"]
+    assert len(built.warnings) == 1, "only of the test rows"
+
+
+def test_all_set_names_unsuitable_for_metrics_are_reported(tmp_path: Path) -> None:
+    file = write(tmp_path, a=4)["a"]
+    sets = dict.fromkeys(["help ful", "ok_1", "", "a/b", "größe", 2024], file)
+    with pytest.raises(DataError) as error:
+        splits({"train": file, "validation": sets}, tmp_path)
+    assert str(error.value) == Message("data_prefix", "validation", "help", "''", "a/b", "größe", "rename")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"one": {"two": "a.jsonl"}}, Message("file", "folder", "list", "two", "a.jsonl")),
+        ({"one": "nowhere.jsonl"}, Message("data_prefix", "nowhere.jsonl")),
+    ],
+)
+def test_a_set_is_made_of_files(tmp_path: Path, value: object, words: Message) -> None:
+    with raises(DataError, *words.parts):
+        splits({"train": write(tmp_path, a=4)["a"], "validation": value}, tmp_path)
+
+
+def test_too_small_sets_are_refused_together(tmp_path: Path) -> None:
+    files = write(tmp_path, a=4, b=1, c=1)
+    prefix = {"train": files["a"], "validation": {"good": files["a"], "b": files["b"], "c": files["c"]}}
+    with pytest.raises(UserError) as error:
+        splits(prefix, tmp_path, min_validation_rows=2)
+    assert str(error.value) == Message(
+        "model.data.data_prefix", "2", "validation", "1", "validation.b", "validation.c", "add"
+    )
+    assert splits(prefix, tmp_path, min_validation_rows=1).validation.keys() == {"good", "b", "c"}

@@ -16,9 +16,9 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens import chat_template as chat
 from nemo_kto.data.tokens import rendering
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES, Tokeniser
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.rendering import MARK, _render
-from nemo_kto.data.tokens.tokeniser import KTO_EXAMPLES, Tokeniser
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer
@@ -34,10 +34,7 @@ WITHOUT_END = {
         "{% set s = namespace(t='x') %}{% for i in range(40) %}{% set s.t = s.t + s.t %}{% endfor %}",
         MEMORY,
     ),
-    "a long output": (
-        "{{ 'x' * 10**7 }}",
-        ("10,000,000", "more", "template", "strings"),
-    ),
+    "a long output": ("{{ 'x' * 10**7 }}", ("10,000,000", "more", "template", "strings")),
 }
 
 

@@ -1,9 +1,10 @@
-"""The token cache: how often its files are read, and the cost of many small files."""
+"""The token cache: how often its files are read, the cost of many small files, and damaged files, which are replaced."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.errors import UserError
 from nemo_kto.utils import hashes
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.messages import assert_names, raises
-from tests.unit.data.test_dataset import prompts, splits
-from tests.unit.data.tiny_data import numbered_rows, write_rows
+from tests.helpers.messages import Message, assert_names, raises
+from tests.unit.data.tiny_data import named, numbered_rows, prompts, splits, train_split, write_rows
 
 FILES = 12
 
@@ -68,8 +68,7 @@ def test_other_rows_of_the_same_size_and_times_are_tokenised(
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "p", "response": "r", "label": label} for label in (1, 1, 0)])
     before, found = path.stat(), []
     for _ in range(2):
-        train = splits(path, tmp_path).train
-        assert train is not None
+        train = train_split(path, tmp_path)
         found.append([example.desirable for example in train.__getitems__(range(3))])
         path.write_text(path.read_text().replace('"label": 1', '"label": 0', 1))
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -169,10 +168,54 @@ def test_a_full_disk_is_named_and_the_next_start_gives_the_same_rows(folder: Pat
     cache = tmp_path / "cache"
     cache.mkdir()
     for size in (0, 60, 300, 1000, 1500):
-        with (
-            files_of_at_most(size),
-            raises(UserError, str(cache), "File too large", "free space", "model.data.cache_dir"),
-        ):
+        with files_of_at_most(size), raises(UserError, str(cache), "File too large", "free space", "model.data.cache_dir"):
             splits(folder, tmp_path)
         assert not [file for file in cache.rglob("*") if file.suffix == ".json"], "no file appears complete"
     assert prompts(splits(folder, tmp_path).train) == expected()
+
+
+def flip(content: bytes) -> bytes:
+    """One bit of a token id is another."""
+    place = content.index(b"r\0\0\0o\0\0\0w\0\0\0") if b"r\0\0\0o\0\0\0w\0\0\0" in content else len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "about is empty": ("json", lambda _: b""),
+    "about is no JSON": ("json", lambda content: content[:-5]),
+    "about is a list": ("json", lambda _: b"[]"),
+    "about is binary": ("json", lambda _: b"\xff\xfe\0"),
+    "about has no hash": ("json", lambda _: b'{"rows": 7}'),
+    "about has other fields": ("json", lambda content: content.replace(b'"rows"', b'"row"')),
+    "arrow is empty": ("arrow", lambda _: b""),
+    "arrow is cut": ("arrow", lambda content: content[: len(content) // 2]),
+    "arrow lacks its end": ("arrow", lambda content: content[:-8]),
+    "arrow is garbage": ("arrow", lambda content: b"x" * len(content)),
+    "arrow ends in zeros": ("arrow", lambda content: content[:1000] + bytes(len(content) - 1000)),
+    "arrow has a bit flipped": ("arrow", flip),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_cache_files_are_replaced(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kind, change = DAMAGES[damage]
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
+    splits(path, tmp_path)
+    (cached,), (file,) = (tmp_path / "cache").glob("*.arrow"), (tmp_path / "cache").glob(f"*.{kind}")
+    content = file.read_bytes()
+    assert change(content) != content
+    file.write_bytes(change(content))
+    for warnings in ([Message(f"{cached}")], []):
+        caplog.clear()
+        assert prompts(splits(path, tmp_path).train) == named(7)
+        assert caplog.messages == warnings
+
+
+@pytest.mark.parametrize("kind", ["json", "arrow"])
+def test_one_of_two_cache_files_is_missing(kind: str, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
+    splits(path, tmp_path)
+    (file,) = (tmp_path / "cache").glob(f"*.{kind}")
+    file.unlink()
+    assert prompts(splits(path, tmp_path).train) == named(7)
+    assert file.exists()

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from nemo_kto.data.rows.data_sources import data_prefix_of
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.reader import Fields
 from nemo_kto.data.rows.records import DataError, KTORecord
 from nemo_kto.data.rows.row_files import read_rows
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
-from tests.unit.data.tiny_data import write_rows
+from tests.unit.data.tiny_data import read_file, write_rows
 
 ASK, ANSWER = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "Rain."}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Oslo"}}}]}
@@ -39,11 +39,7 @@ CHATS: list[dict[str, Any]] = [
 
 
 def read(path: object, **fields: Any) -> list[KTORecord]:
-    broken = RowErrors()
-    reader = FileReader(fields=Fields(**{"drop": (), **fields}), broken=broken)
-    columns = FileColumns()
-    records = list(reader.kto_records(Path(str(path)), columns))
-    columns.add_label_errors(Path(str(path)), reader.fields.labels, broken)
+    records, _, broken = read_file(Path(str(path)), Fields(**{"drop": (), **fields}))
     broken.raise_if_any()
     return records
 

@@ -1,13 +1,19 @@
-"""Small real tokenizers and data files, made in memory."""
+"""Small real tokenizers, data files and the examples made of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from nemo_kto.data.batches.dataset import KTODataset
+from nemo_kto.data.batches.splits import Splits, build_splits
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -59,3 +65,37 @@ def numbered_rows(count: int, name: str = "row") -> list[dict]:
         {"prompt": f"{name} {i}:", "response": f" answer {i}", "preference": ("chosen", "rejected")[i % 2]}
         for i in range(count)
     ]
+
+
+def read_file(path: Path, fields: Fields, *, as_pairs: bool = False) -> tuple[list[Any], FileColumns, RowErrors]:
+    """The records of a data file, its columns, and its broken rows, also those with unknown labels."""
+    broken, columns = RowErrors(), FileColumns()
+    reader = FileReader(fields=fields, broken=broken)
+    records: list[Any] = list(reader.dpo_records(path, columns) if as_pairs else reader.kto_records(path, columns))
+    columns.add_label_errors(path, fields.labels, broken)
+    return records, columns, broken
+
+
+TOKENIZER = chatml_tokenizer()
+
+
+def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:
+    settings: dict = {"kind": KTO_EXAMPLES, "make": KTODataset, "tokenizer": TOKENIZER, "seq_length": 32}
+    settings |= {"truncation_mode": "keep_end", "seed": 5, "cache_dir": tmp_path / "cache", **changes}
+    return build_splits(data_prefix=data_prefix, splits_string=splits_string, **settings)
+
+
+def train_split(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> KTODataset:
+    train = splits(data_prefix, tmp_path, splits_string, **changes).train
+    assert train is not None
+    return train
+
+
+def prompts(dataset: KTODataset | None) -> list[str]:
+    assert dataset is not None
+    return [TOKENIZER.decode(row.prompt_ids) for row in dataset.__getitems__(range(len(dataset)))]
+
+
+def named(count: int, name: str = "row", first: int = 0) -> list[str]:
+    """The prompts of :func:`numbered_rows`."""
+    return [f"{name} {i}:" for i in range(first, count)]

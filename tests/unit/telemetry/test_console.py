@@ -112,8 +112,7 @@ def test_closed_output_and_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stdout", "ends", "expected"),
-    [(full, "pass", 1), (full, "sys.exit(2)", 2), (closed_pipe, "pass", 0)],
+    ("stdout", "ends", "expected"), [(full, "pass", 1), (full, "sys.exit(2)", 2), (closed_pipe, "pass", 0)]
 )
 def test_the_status_of_a_command_whose_output_is_its_result(stdout: Callable[[], int], ends: str, expected: int) -> None:
     status, errors = run(

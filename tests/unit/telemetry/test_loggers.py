@@ -18,9 +18,9 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
+from nemo_kto.telemetry.display import Progress
 from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.loggers import WARNINGS_FILE, RunLogger, check_loggers, collect_warnings, import_package
-from nemo_kto.telemetry.progress import Progress
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.messages import Message, assert_names
 

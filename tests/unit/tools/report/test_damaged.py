@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.records.run_record import end_run, read_run, record_failure
-from nemo_kto.telemetry.text_table import figures_of
+from nemo_kto.telemetry.display import figures_of
 from nemo_kto.tools.report import report_command as report
 from nemo_kto.tools.report.report_page import content_of, html
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
