@@ -85,13 +85,7 @@ class Mamba2(SequenceMixer):
         group = {"inner": inner, "convolved": inner + 2 * state, "in": 2 * inner + 2 * state + heads, "heads": heads}
         whole = {f"mamba_{name}": size * self.groups for name, size in group.items()}
         of_group = {f"mamba_{name}_group": size for name, size in group.items()}
-        return {
-            **whole,
-            **of_group,
-            "mamba_groups": self.groups,
-            "mamba_state": state,
-            "mamba_kernel": self.kernel,
-        }
+        return {**whole, **of_group, "mamba_groups": self.groups, "mamba_state": state, "mamba_kernel": self.kernel}
 
     def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         return {"Mamba-2": True}

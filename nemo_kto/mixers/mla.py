@@ -57,11 +57,7 @@ WEIGHTS = (
     _weight("linear_kv_down_proj", "kv_a_proj_with_mqa", ("key_value_latent_and_rope", "hidden"), Split.REPLICATED),
     _weight("kv_layernorm", "kv_a_layernorm", ("key_value_latent",), Split.REPLICATED),
     _weight(
-        "linear_kv_up_proj",
-        "kv_b_proj",
-        ("latent_keys_values", "key_value_latent"),
-        Split.GROUPS,
-        head="latent_key_value",
+        "linear_kv_up_proj", "kv_b_proj", ("latent_keys_values", "key_value_latent"), Split.GROUPS, head="latent_key_value"
     ),
     _weight("linear_proj", "o_proj", ("hidden", "latent_values"), Split.GROUP_COLUMNS, head="latent_value"),
 )
@@ -263,10 +259,7 @@ class LatentAttention(SequenceMixer):
 
     def mix(self, module: MixerModule, hidden_sbH: Tensor, packed: PackedSequences | None) -> Tensor:
         """Attend over [sequence, batch, hidden], of packed sequences with batch 1."""
-        from megatron.core.tensor_parallel import (
-            copy_to_tensor_model_parallel_region,
-            gather_from_sequence_parallel_region,
-        )
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
         from torch.utils.checkpoint import checkpoint
 
         if self.query_rank is None:

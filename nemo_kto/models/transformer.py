@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -113,7 +110,7 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
     """Return megatron-core's settings for experts; ``grouped``: one product for the tokens of all experts of a rank."""
     settings: dict[str, Any] = {
         # megatron-core rejects the default with variable sequence lengths, even for a model without experts.
-        "moe_token_dispatcher_type": "alltoall",  # nosec B105  # no password
+        "moe_token_dispatcher_type": "alltoall"  # nosec B105  # no password
     }
     if (experts := architecture.experts) is None:
         return settings
@@ -139,12 +136,7 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
 
 
 def block_spec(
-    architecture: Architecture,
-    config: TransformerConfig,
-    vp_stage: int | None,
-    *,
-    use_te: bool,
-    share_prompts: bool = False,
+    architecture: Architecture, config: TransformerConfig, vp_stage: int | None, *, use_te: bool, share_prompts: bool = False
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers of one model chunk; ``use_te`` selects Transformer Engine's modules.
 

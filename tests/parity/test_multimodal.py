@@ -293,8 +293,7 @@ BEGINNINGS = {
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [pytest.param(["transformers_4.4x"], id="quick"), pytest.param([*BEGINNINGS], id="all", marks=pytest.mark.full)],
+    "kinds", [pytest.param(["transformers_4.4x"], id="quick"), pytest.param([*BEGINNINGS], id="all", marks=pytest.mark.full)]
 )
 def test_adapters_under_other_names(kinds: list[str], ranks: Any, folders: Any, tmp_path: Path) -> None:
     """They are read bit for bit, and exported and given to PEFT, as in chat, under the names of its modules.

@@ -22,11 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from nemo_kto.device import device
-from nemo_kto.distributed.collectives import (
-    from_last_stage,
-    leads_context_parallel,
-    sum_over_context_parallel,
-)
+from nemo_kto.distributed.collectives import from_last_stage, leads_context_parallel, sum_over_context_parallel
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logits, vocab_parallel_logprobs
 from nemo_kto.distributed.state import max_over_ranks
@@ -366,11 +362,7 @@ class LogProbEngine:
     def _over_tokens(self, micro_batch: MicroBatch, values_T: Tensor, *, average: bool) -> Tensor:
         """Return sum or mean of token values for each log-prob, [b] or [2b] fp32."""
         return sequence_sums(
-            values_T,
-            micro_batch.logprob_T,
-            micro_batch.num_logprobs,
-            average=average,
-            over_ranks=sum_over_context_parallel,
+            values_T, micro_batch.logprob_T, micro_batch.num_logprobs, average=average, over_ranks=sum_over_context_parallel
         )
 
     def _response_logits(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:

@@ -65,11 +65,7 @@ def test_a_gpu_gets_the_fusions_it_can_run(
     ],
 )
 def test_experts_get_the_fused_kernels_of_transformer_engine(
-    family: str,
-    engine: tuple[int, int] | None,
-    fused: tuple[bool, bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, engine: tuple[int, int] | None, fused: tuple[bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, **{**RICH, "te": engine is not None})  # type: ignore[arg-type]
     names = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
