@@ -14,8 +14,7 @@ from nemo_kto.architecture.rope import read_rope
 from nemo_kto.errors import UserError
 from nemo_kto.layers.layer_settings import Experts, Rope
 from nemo_kto.mixers import NO_MIXER, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes, round_up
-from nemo_kto.mixers.param_mapping import Layers, ParamMapping
+from nemo_kto.mixers.mixer import Layers, ModelSizes, ParamMapping, round_up
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,7 +10,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.mixers import GatedDeltaNet, LatentAttention, Mamba2, SoftmaxAttention
-from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Split
+from nemo_kto.mixers.mixer import Layers, ParamMapping, Split
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")

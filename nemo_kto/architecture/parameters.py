@@ -11,7 +11,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings, adapted_mappings, adapter_mappings
 from nemo_kto.architecture.segments import is_cut, segments, shards, source_shapes, split_dimension
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.mixers.param_mapping import ParamMapping, Split
+from nemo_kto.mixers.mixer import ParamMapping, Split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.mixers.param_mapping import ParamMapping, Split
+from nemo_kto.mixers.mixer import ParamMapping, Split
 
 if TYPE_CHECKING:
     from torch import Tensor

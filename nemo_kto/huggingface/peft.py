@@ -30,8 +30,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import write_together
 from nemo_kto.huggingface.hf_weights import read_weights
 from nemo_kto.huggingface.quantized import StoredWeight
-from nemo_kto.huggingface.rank_weights import differences, rank_adapters, wanted_adapters
-from nemo_kto.huggingface.weight_stream import gather_weights
+from nemo_kto.huggingface.rank_weights import differences, gather_weights, rank_adapters, wanted_adapters
 from nemo_kto.model_files.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

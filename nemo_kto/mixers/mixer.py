@@ -1,17 +1,169 @@
-"""Interface of a sequence mixer: sizes, FLOPs, saved activations, and its modules in a layer."""
+"""Interface of a sequence mixer: mappings of weights, sizes of the model, FLOPs, saved activations, modules of a layer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
+from nemo_kto.layers.layer_settings import Rope, Temperature
 from nemo_kto.layers.packing import HEAD_MULTIPLE, MAX_HEAD_DIM
-from nemo_kto.mixers.model_sizes import ModelSizes, round_up
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+
+Shape = tuple[str | int, ...]
+
+MCORE, HF = "decoder.layers.{layer}.", "model.layers.{layer}."  # prefixes of the names in a layer
+
+
+class Layers(Enum):
+    """Which layers have a parameter."""
+
+    ALL = "every layer, or it lies outside of the layers"
+    DENSE = "layers with one MLP"
+    SPARSE = "layers with experts"
+    MIXING = "layers with a sequence mixer"
+    FEED_FORWARD = "layers with an MLP or experts"
+
+
+class Split(Enum):
+    """Ways to assemble a parameter from the file's weights and to shard it over tensor-parallel ranks."""
+
+    REPLICATED = "every rank holds all of it"
+    VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
+    QKV = "for each key-value head: its query heads, its key, its value; cut by rows, padded with zero heads"
+    HEADS = "columns are the query heads, padded with zero heads; cut by columns"
+    GROUPS = "for each group of heads: its parts, see ``ParamMapping.parts``; cut by rows, padded with zero groups"
+    GROUP_COLUMNS = "the same with columns in the place of rows"
+    HEAD_NUMBERS = "a number for each query head, padded with zeros; cut by heads"
+    GATED = "on each rank: its rows of the gate, then its rows of the up projection"
+    INTERLEAVED = "as gated; in the file each row of the gate stands before the row of the up projection it belongs to"
+    COLUMN_PARALLEL = "the weight of a column-parallel layer: cut along its output, by rows"
+    ROW_PARALLEL = "the weight of a row-parallel layer: cut along its input, by columns"
+    STACKED = "one weight under the other; every rank holds all of it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamMapping:
+    """Mapping between a megatron-core parameter and the Hugging Face weights it holds."""
+
+    # Name in megatron-core's local layers, with ``{layer}`` for the number of the layer in the whole model and ``{expert}``
+    # for the number of the expert in its layer.
+    mcore_name: str
+    # Name and shape of each weight in the file; sizes are names from ``Architecture.sizes`` or integers. A single name for a
+    # split of several weights means that the file has them concatenated along the rows of one tensor. A name without
+    # ``{expert}`` for a weight of an expert means that the file has the weights of all experts in one tensor.
+    hf_names: Mapping[str, tuple[str | int, ...]]
+    split: Split  # how the parameter is assembled from the weights and sharded
+    required_flag: str = ""  # flag of ``Architecture`` without which the parameter does not exist; empty if it always exists
+    layers: Layers = Layers.ALL  # layers that have the parameter
+    transposed: bool = False  # the file stores the transpose of the weight with this shape
+    mixer: str = ""  # kind of the sequence mixer of the layers that have the parameter; empty: any
+    # With groups of heads: the size that is their number; and the parts of a group, each with the number of its weight and
+    # the size that is its length. A weight of the file has its first part of all groups, then its second, and so on.
+    groups: str = ""
+    parts: tuple[tuple[int, str], ...] = ()
+    # The parameter is never trained, is always in fp32, and is exported in the dtype of its file.
+    frozen: bool = False
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether this is a parameter of an expert, which is sharded over the expert-tensor-parallel ranks."""
+        return "{expert}" in self.mcore_name
+
+    @property
+    def joins_experts(self) -> bool:
+        """Whether the file has the experts of a layer in one tensor, stacked along its first dimension."""
+        return self.of_expert and not any("{expert}" in name for name in self.hf_names)
+
+
+def replicated(mcore_name: str, hf_name: str, *shape: str) -> ParamMapping:
+    """Return the mapping of a weight in each layer that every rank holds; the names are those below the layer."""
+    return ParamMapping(mcore_name=MCORE + mcore_name, hf_names={HF + hf_name: shape}, split=Split.REPLICATED)
+
+
+Windows = tuple[int | None, ...]
+
+
+class FamilyTraits(Protocol):
+    """Properties of all models of a family."""
+
+    @property
+    def mappings(self) -> tuple[ParamMapping, ...]:
+        """Mappings of the parameters."""
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a window does not slide, but is the chunk of the sequence that contains the token."""
+
+    @property
+    def interleaved_rotary(self) -> bool:
+        """Whether RoPE rotates neighbouring channels of a head together, not channels half a head apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes(ABC):
+    """The part of an ``Architecture`` that sequence mixers read.
+
+    Heads that tensor parallelism must divide but does not are padded. A padded head has zero weights at its input and its
+    output, so it adds zero to the output, receives zero gradients and stays zero.
+    """
+
+    family: FamilyTraits
+    tensor_parallel: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    rope: Rope
+    windows: Windows  # number of tokens each layer attends to, including the current one; None for all
+    rotates: tuple[bool, ...]  # whether each layer has RoPE
+    local_rope: Rope | None = None  # RoPE of the sliding-window layers; None if it is the same as that of the other layers
+    rotated_norm: bool = False  # in layers with a rotation, queries and keys are normalised after it, without weights
+    temperature: Temperature | None = None  # of attention; None for no scaling
+    output_gate: bool = False  # outputs of attention are multiplied by sigmoids of gates, which are projected with queries
+    output_bias: bool = False  # bias of the attention's output projection
+    mlp_bias: bool = False
+    sinks: bool = False  # each head has an additional learned score in its softmax, to which no value belongs
+    qk_norm: bool = False  # queries and keys are normalised, each head separately unless ``all_heads_norm`` is set
+    all_heads_norm: bool = False  # the norm of ``qk_norm`` is taken over all heads of a token together
+    qk_norm_after_rope: bool = False  # the norm of ``qk_norm`` follows the rotation
+    zero_centered_norm: bool = False  # norms scale by 1 + weight
+    attention_softcap: float | None = None  # scores become c tanh(score / c) with this c; None for no cap
+
+    @property
+    @abstractmethod
+    def unsupported_by_te(self) -> tuple[str, ...]:
+        """Features of the model that Transformer Engine's layers lack; with any of them, the torch layers are used."""
+
+    @property
+    def attends_in_blocks(self) -> bool:
+        """Whether its attention is that of layers/block_attention.py."""
+        return self.attention_softcap is not None or self.sinks
+
+    @property
+    def padded_query_groups(self) -> int:
+        """Padded number of key-value heads: unchanged if the ranks can share them, else the next multiple of the ranks.
+
+        With fewer key-value heads than ranks, megatron-core lets several ranks share one if each gets whole query heads.
+        """
+        shared = self.tensor_parallel % self.num_query_groups == 0 and self.num_attention_heads % self.tensor_parallel == 0
+        return self.num_query_groups if shared else round_up(self.num_query_groups, self.tensor_parallel)
+
+    @property
+    def padded_attention_heads(self) -> int:
+        """Padded number of query heads."""
+        return self.num_attention_heads // self.num_query_groups * self.padded_query_groups
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
 
 FP32 = 4  # bytes
 

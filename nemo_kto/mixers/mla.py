@@ -7,9 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_kto.layers.packing import HEAD_MULTIPLE
-from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes, round_up
-from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
+from nemo_kto.mixers.mixer import (
+    FP32,
+    HF,
+    MCORE,
+    AttentionWindow,
+    LinearLayer,
+    ModelSizes,
+    ParamMapping,
+    Saving,
+    SequenceMixer,
+    Shape,
+    Split,
+    round_up,
+)
 from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
@@ -226,7 +237,7 @@ class LatentAttention(SequenceMixer):
         from megatron.core.transformer.enums import AttnMaskType
 
         from nemo_kto.layers.attention import TorchAttention
-        from nemo_kto.layers.linear import ReplicatedLinear
+        from nemo_kto.layers.mixer_module import ReplicatedLinear
         from nemo_kto.layers.norm import TorchNorm
 
         config, sizes = module.config, self.sizes

@@ -7,9 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from nemo_kto.layers.packing import HEAD_MULTIPLE, MAX_HEAD_DIM
-from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes
-from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
+from nemo_kto.mixers.mixer import (
+    FP32,
+    HF,
+    MCORE,
+    AttentionWindow,
+    LinearLayer,
+    ModelSizes,
+    ParamMapping,
+    Saving,
+    SequenceMixer,
+    Shape,
+    Split,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -190,7 +200,7 @@ class SoftmaxAttention(SequenceMixer):
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from nemo_kto.layers.attention import GatedAttention, TorchAttention, with_shared_prompts
-        from nemo_kto.layers.linear import with_bias
+        from nemo_kto.layers.mlp import with_bias
         from nemo_kto.layers.norm import AllHeadsNorm, TorchNorm
         from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
 

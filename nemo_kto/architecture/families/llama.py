@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive, Switch
-from nemo_kto.architecture.family import CHUNKED_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
-from nemo_kto.architecture.mappings import (
+from nemo_kto.architecture.family import (
+    CHUNKED_LAYERS,
     DENSE,
     GATE_UP,
     LLAVA,
+    SLIDING,
+    SLIDING_LAYERS,
+    ExpertFields,
+    Family,
     correction_bias,
     joined_experts,
     renamed,
@@ -20,7 +24,7 @@ from nemo_kto.architecture.mappings import (
     with_experts,
 )
 from nemo_kto.layers.layer_settings import Temperature
-from nemo_kto.mixers.param_mapping import Split
+from nemo_kto.mixers.mixer import Split
 from nemo_kto.mixers.softmax_attention import qk_norms
 
 if TYPE_CHECKING:

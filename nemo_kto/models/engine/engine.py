@@ -17,7 +17,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -26,13 +28,46 @@ from nemo_kto.distributed.collectives import from_last_stage, leads_context_para
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logits, vocab_parallel_logprobs
 from nemo_kto.distributed.state import max_over_ranks
-from nemo_kto.layers.moe import balance_sums, experts_span_copies, routers
+from nemo_kto.layers.mlp import balance_sums, experts_span_copies, routers
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
-from nemo_kto.models.engine.message_shapes import MessageShapes
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch, joined
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import constant_weights
+
+Shape = tuple[int, int, int]
+"""Tokens of a rank, sequences (1 if they are packed), hidden size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageShapes:
+    """Shapes of the tensors that a rank will receive in one run of the pipeline schedule, in the order of their arrival.
+
+    Micro-batches have different widths. All stages form them from the same sequences, so they need not send the shapes.
+    ``device.patches`` makes megatron-core read them from here.
+    """
+
+    hidden_states: Iterator[Shape]  # from the previous stage
+    gradients: Iterator[Shape]  # from the next stage
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch], config: TransformerConfig) -> MessageShapes:
+        """Return the shapes for the micro-batches of a run, in the order of megatron-core's schedule for ``config``."""
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [(each.tokens_bs.shape[1] // shards, len(each.tokens_bs), config.hidden_size) for each in micro_batches]
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        # (micro-batch, chunk); backward passes have the same micro-batches in this order, and the chunks in reverse
+        table: list[tuple[int, int]] = get_schedule_table(
+            len(shapes), chunks, config.microbatch_group_size_per_vp_stage if chunks > 1 else 1
+        )
+        received = [shapes[number] for number, _ in table]
+        # The first stage receives the hidden states of the last one, except those of its last chunk; the last stage receives
+        # the gradients of the first one, except those of its first chunk.
+        at_end = [shapes[number] for number, chunk in table if chunk < chunks - 1]
+        return cls(
+            hidden_states=iter(at_end if parallel_state.is_pipeline_first_stage() else received),
+            gradients=iter(at_end if parallel_state.is_pipeline_last_stage() else received),
+        )
 
 
 class LogProbs(NamedTuple):
@@ -184,7 +219,7 @@ class LogProbEngine:
             return schedule()
 
     def balance_sums(self) -> dict[str, float]:
-        """Return :func:`~nemo_kto.layers.moe.balance_sums` of the last forward and backward passes; collective."""
+        """Return :func:`~nemo_kto.layers.mlp.balance_sums` of the last forward and backward passes; collective."""
         return balance_sums(self.chunks)
 
     def zero_grad(self) -> None:

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.stages import PipelineSplit, SplitError
-from nemo_kto.models.transformer import pipeline_settings
+from nemo_kto.models.gpt import pipeline_settings
 from tests.helpers.messages import Message
 
 SPLITS = [

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
+from nemo_kto.layers.mlp import ClampedSwiGLU, GeGLU, SwiGLU
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 # ours, and what is done to the gate

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.layers.moe import experts_span_copies
-from nemo_kto.models.transformer import transformer_config
+from nemo_kto.layers.mlp import experts_span_copies
+from nemo_kto.models.gpt import transformer_config
 from tests.helpers.tiny_models import make_checkpoint
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.model_files.content_hashes import content_hash, model_files, tokenizer_files
+from nemo_kto.model_files.model_folders import content_hash, model_files, tokenizer_files
 from nemo_kto.utils import hashes
 from tests.helpers.messages import Message
 

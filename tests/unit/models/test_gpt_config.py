@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.device.kernels import uses_transformer_engine
-from nemo_kto.models.transformer import transformer_config
+from nemo_kto.models.gpt import transformer_config
 from tests.helpers.tiny_models import make_checkpoint
 from tests.unit.device.test_kernels import RICH, gpu
 
