@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_fields import Quantization, read_quantization
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.architecture.family import MTP_LAYERS, name_in_file, prefixes_of
+from nemo_kto.architecture.family import name_in_file, prefixes_of
+from nemo_kto.architecture.mappings import MTP_LAYERS
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.checkpoint.sharded_weights import dtype_name
 from nemo_kto.distributed import state
@@ -35,7 +36,7 @@ from nemo_kto.huggingface.rank_weights import (
     rank_weights,
     wanted_weights,
 )
-from nemo_kto.mixers.mixer import Split
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.model_files.companion_files import copy_companions, model_config, with_dtype
 from nemo_kto.model_files.safetensors_files import (
     FLOATS,

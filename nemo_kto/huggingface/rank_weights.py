@@ -20,7 +20,7 @@ from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import printable
-from nemo_kto.mixers.mixer import ParamMapping
+from nemo_kto.mixers.param_mapping import ParamMapping
 from nemo_kto.model_files.safetensors_files import Shapes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import is_adapter

@@ -138,16 +138,9 @@ class RecurrentModule(MegatronModule):
         else:
             lengths, prompts = packed_seq_params.lengths, packed_seq_params.prompts
         projected_tX = projected_sbX.transpose(0, 1).flatten(0, 1)
-        mixed_Tx = checkpoint(
-            self.mixer.mix,
-            self,
-            _all_tokens(projected_tX, lengths),
-            lengths,
-            prompts,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            determinism_check="none",
-        )
+        inputs = self, _all_tokens(projected_tX, lengths), lengths, prompts
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        mixed_Tx = checkpoint(self.mixer.mix, *inputs, **options)
         # a copy, because matrix products of views round in other ways
         mixed_sbX = _all_heads(mixed_Tx, lengths).unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
         return self.linear_out(mixed_sbX)[0], None

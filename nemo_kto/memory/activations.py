@@ -16,7 +16,8 @@ from typing import NamedTuple
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import EMBEDDING, GATE_UP, LoRASettings, has_adaptable_experts, linear_modules
 from nemo_kto.mixers import LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.mixer import FP32, Layers
+from nemo_kto.mixers.mixer import FP32
+from nemo_kto.mixers.param_mapping import Layers
 
 # Bytes per token that a router saves. For each expert: its probability in fp32 and whether it was chosen, both again to send
 # tokens back. For each choice: its weight, the index of the token, and the token's position among those of the expert.

@@ -11,7 +11,7 @@ from nemo_kto.config.rules.layout_rules import expert_rules, mixer_rules, pipeli
 from nemo_kto.errors import UserError
 from nemo_kto.memory.hardware import GPUS_PER_MACHINE, Machines
 from nemo_kto.memory.run_plan import Plan, Values, degrees, make_plan, size
-from nemo_kto.mixers.mixer import Layers
+from nemo_kto.mixers.param_mapping import Layers
 from nemo_kto.utils.fields import echo
 
 FULL_RECOMPUTATION: Values = {

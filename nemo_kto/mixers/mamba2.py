@@ -24,19 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nemo_kto.device import device
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution, decay_between, divide, scan
 from nemo_kto.layers.packing import Prompts
-from nemo_kto.mixers.mixer import (
-    FP32,
-    HF,
-    MCORE,
-    LinearLayer,
-    ModelSizes,
-    ParamMapping,
-    Saving,
-    SequenceMixer,
-    Shape,
-    Split,
-    round_up,
-)
+from nemo_kto.mixers.mixer import FP32, LinearLayer, ModelSizes, Saving, SequenceMixer, round_up
+from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:

@@ -7,20 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_kto.layers.packing import HEAD_MULTIPLE
-from nemo_kto.mixers.mixer import (
-    FP32,
-    HF,
-    MCORE,
-    AttentionWindow,
-    LinearLayer,
-    ModelSizes,
-    ParamMapping,
-    Saving,
-    SequenceMixer,
-    Shape,
-    Split,
-    round_up,
-)
+from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, ModelSizes, Saving, SequenceMixer, round_up
+from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
@@ -118,16 +106,14 @@ class LatentAttention(SequenceMixer):
 
     @property
     def sizes(self) -> dict[str, int]:
-        of_head = {
-            "latent_query": self.query_dim,
-            "latent_key_value": self.plain_dim + self.value_dim,
-            "latent_value": self.value_dim,
-        }
+        key_value = self.plain_dim + self.value_dim
         return {
-            **of_head,
-            "latent_queries": self.heads * of_head["latent_query"],
-            "latent_keys_values": self.heads * of_head["latent_key_value"],
-            "latent_values": self.heads * of_head["latent_value"],
+            "latent_query": self.query_dim,
+            "latent_key_value": key_value,
+            "latent_value": self.value_dim,
+            "latent_queries": self.heads * self.query_dim,
+            "latent_keys_values": self.heads * key_value,
+            "latent_values": self.heads * self.value_dim,
             "query_latent": self.query_rank or 0,
             "key_value_latent": self.key_value_rank,
             "key_value_latent_and_rope": self.key_value_rank + self.rotated_dim,
@@ -291,9 +277,8 @@ class LatentAttention(SequenceMixer):
         key = torch.cat((key, key_rope.expand(-1, -1, key.size(2), -1)), -1)
         inputs = module.core_attention, query, key, value, packed
         if module.recomputes_core:
-            mixed_sbX = checkpoint(
-                self._attend, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
-            )
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+            mixed_sbX = checkpoint(self._attend, *inputs, **options)
         else:
             mixed_sbX = self._attend(*inputs)
         output: Tensor = module.linear_proj(mixed_sbX)[0]
@@ -314,11 +299,10 @@ class LatentAttention(SequenceMixer):
         return mixed if packed is None else mixed.unsqueeze(1)
 
     def padded_heads(self, tensor_parallel: int) -> int:
-        """Return the number of heads with padding: the next multiple of the tensor-parallel ranks."""
+        """Return the number of heads, rounded up to a multiple of the tensor-parallel size."""
         return round_up(self.heads, tensor_parallel)
 
     def _heads(self, architecture: ModelSizes) -> int:
-        """Return the number of heads on a rank."""
         return self.padded_heads(architecture.tensor_parallel) // architecture.tensor_parallel
 
 

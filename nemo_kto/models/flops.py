@@ -13,7 +13,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings, adapted_mappings, hf_module
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.mixers import AttentionWindow
-from nemo_kto.mixers.mixer import Layers, ParamMapping, Split
+from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Split
 from nemo_kto.models.engine.sequences import SequenceBatch
 
 MIXER, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts", "mlp.shared_experts"

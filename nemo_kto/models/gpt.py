@@ -44,7 +44,7 @@ from nemo_kto.layers.mlp import (
     with_bias,
 )
 from nemo_kto.layers.norm import ParallelLayer, PostNormLayer, ScaledResidualLayer, TorchLayerNorm, TorchNorm
-from nemo_kto.mixers.mixer import Layers
+from nemo_kto.mixers.param_mapping import Layers
 
 
 def transformer_config(

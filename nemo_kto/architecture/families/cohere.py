@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive
-from nemo_kto.architecture.family import DENSE, SLIDING_LAYERS, Family, without
-from nemo_kto.mixers.mixer import replicated
+from nemo_kto.architecture.family import SLIDING_LAYERS, Family
+from nemo_kto.architecture.mappings import DENSE, without
+from nemo_kto.mixers.param_mapping import replicated
 
 
 class CohereFields(ModelFields):

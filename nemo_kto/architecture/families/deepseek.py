@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from nemo_kto.architecture.families.glm import GLM4_MOE
 from nemo_kto.architecture.families.llama import MINISTRAL3
-from nemo_kto.architecture.family import JOINED, LLAVA, ExpertFields, without
+from nemo_kto.architecture.family import ExpertFields
+from nemo_kto.architecture.mappings import JOINED, LLAVA, without
 from nemo_kto.mixers import LatentAttention
 from nemo_kto.mixers.mla import WEIGHTS
 

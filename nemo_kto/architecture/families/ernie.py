@@ -8,16 +8,8 @@ from typing import Annotated
 from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Switch
-from nemo_kto.architecture.family import (
-    DENSE,
-    MTP_LAYERS,
-    ExpertFields,
-    Family,
-    correction_bias,
-    separate_experts,
-    shared_expert,
-    with_experts,
-)
+from nemo_kto.architecture.family import ExpertFields, Family
+from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, separate_experts, shared_expert, with_experts
 
 
 class ErnieFields(ModelFields):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
-from nemo_kto.architecture.family import DENSE, LLAVA, POST_NORMS, SLIDING_LAYERS, Family, renamed
+from nemo_kto.architecture.family import SLIDING_LAYERS, Family
+from nemo_kto.architecture.mappings import DENSE, LLAVA, POST_NORMS, renamed
 from nemo_kto.mixers.softmax_attention import qk_norms
 
 

@@ -6,20 +6,18 @@ from dataclasses import replace
 from typing import Literal
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Switch
-from nemo_kto.architecture.family import (
+from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.mappings import (
     DENSE,
     GATE_UP,
     MTP_LAYERS,
-    SLIDING_LAYERS,
-    ExpertFields,
-    Family,
     correction_bias,
     renamed,
     separate_experts,
     shared_expert,
     with_experts,
 )
-from nemo_kto.mixers.mixer import replicated
+from nemo_kto.mixers.param_mapping import replicated
 from nemo_kto.mixers.softmax_attention import qk_norms
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
-from nemo_kto.architecture.family import DENSE, SLIDING_LAYERS, ExpertFields, Family, joined_experts, without
-from nemo_kto.mixers.mixer import Split
+from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.mappings import DENSE, joined_experts, without
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.mixers.softmax_attention import SINKS
 
 

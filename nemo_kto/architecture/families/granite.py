@@ -9,21 +9,11 @@ from annotated_types import Ge, Le
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive, Steps
 from nemo_kto.architecture.families.llama import LLAMA
-from nemo_kto.architecture.family import (
-    DENSE,
-    EXPERT,
-    LINEAR_LAYERS,
-    ExpertFields,
-    Family,
-    check_constants,
-    renamed,
-    sparse,
-    with_experts,
-    without,
-)
+from nemo_kto.architecture.family import LINEAR_LAYERS, ExpertFields, Family, check_constants
+from nemo_kto.architecture.mappings import DENSE, EXPERT, renamed, sparse, with_experts, without
 from nemo_kto.mixers import SOFTMAX_ATTENTION, Mamba2, SequenceMixer
 from nemo_kto.mixers.mamba2 import mamba2_weights
-from nemo_kto.mixers.mixer import Split
+from nemo_kto.mixers.param_mapping import Split
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount
-from nemo_kto.architecture.family import DENSE, ExpertFields, Family, separate_experts, shared_expert, sparse, with_experts
-from nemo_kto.mixers.mixer import Split
+from nemo_kto.architecture.family import ExpertFields, Family
+from nemo_kto.architecture.mappings import DENSE, separate_experts, shared_expert, sparse, with_experts
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.mixers.softmax_attention import NORMS_AFTER_ROPE
 
 

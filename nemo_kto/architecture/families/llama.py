@@ -7,15 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive, Switch
-from nemo_kto.architecture.family import (
-    CHUNKED_LAYERS,
+from nemo_kto.architecture.family import CHUNKED_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.mappings import (
     DENSE,
     GATE_UP,
     LLAVA,
-    SLIDING,
-    SLIDING_LAYERS,
-    ExpertFields,
-    Family,
     correction_bias,
     joined_experts,
     renamed,
@@ -24,7 +20,7 @@ from nemo_kto.architecture.family import (
     with_experts,
 )
 from nemo_kto.layers.layer_settings import Temperature
-from nemo_kto.mixers.mixer import Split
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.mixers.softmax_attention import qk_norms
 
 if TYPE_CHECKING:

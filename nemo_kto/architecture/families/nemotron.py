@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Steps, Switch
-from nemo_kto.architecture.family import DENSE, MTP_LAYERS, ExpertFields, Family, check_constants, correction_bias, sparse
+from nemo_kto.architecture.family import ExpertFields, Family, check_constants
+from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, sparse
 from nemo_kto.mixers import NO_MIXER, SOFTMAX_ATTENTION, Mamba2, SequenceMixer
 from nemo_kto.mixers.mamba2 import mamba2_weights
-from nemo_kto.mixers.mixer import Layers, ParamMapping, Shape, Split, replicated
+from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Shape, Split, replicated
 from nemo_kto.mixers.softmax_attention import WEIGHTS
 
 if TYPE_CHECKING:

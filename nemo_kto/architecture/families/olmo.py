@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_kto.architecture.family import DENSE, POST_NORMS, SLIDING_LAYERS, Family, without
+from nemo_kto.architecture.family import SLIDING_LAYERS, Family
+from nemo_kto.architecture.mappings import DENSE, POST_NORMS, without
 from nemo_kto.mixers.softmax_attention import qk_norms
 
 OLMO2 = Family(

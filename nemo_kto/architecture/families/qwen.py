@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount, Switch
-from nemo_kto.architecture.family import (
+from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.mappings import (
     DENSE,
     JOINED,
-    LINEAR_LAYERS,
     MTP_LAYERS,
     QWEN_VL,
-    SLIDING,
-    SLIDING_LAYERS,
-    ExpertFields,
-    Family,
     renamed,
     separate_experts,
     shared_expert,
@@ -26,7 +22,7 @@ from nemo_kto.architecture.family import (
 )
 from nemo_kto.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, SequenceMixer
 from nemo_kto.mixers.gated_delta_net import BY_HEAD, BY_KIND
-from nemo_kto.mixers.mixer import Split
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.mixers.softmax_attention import QUERY_AND_GATE, qk_norms
 
 if TYPE_CHECKING:

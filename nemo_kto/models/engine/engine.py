@@ -191,7 +191,6 @@ class LogProbEngine:
                 schedule(collect_non_loss_data=True)
 
     def _forward_limits(self, sequences: SequenceBatch) -> MicroBatchLimits:
-        """Return the size limits of a micro-batch of a pass without gradient."""
         return self.limits.forward_only(self.forward_micro_batch_size, answers=sequences.answers)
 
     def forward_backward(
@@ -282,20 +281,15 @@ class LogProbEngine:
             return kept
         for labels_BS in sequences.label_sets:
             check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
+        agree: Callable[[int], int] = int
+        # Data-parallel ranks among which experts are partitioned exchange tokens in every pass, so they must run the same
+        # number of passes: a rank with fewer micro-batches adds empty ones.
+        if experts_span_copies(self._config):
+            agree = partial(max_over_ranks, group=parallel_state.get_data_parallel_group())
         rank = parallel_state.get_context_parallel_rank()
-        micro_batches = sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
+        micro_batches = sequences.micro_batches(limits, context_rank=rank, agree=agree)
         sequences.kept[limits] = micro_batches
         return micro_batches
-
-    def _agree(self) -> Callable[[int], int]:
-        """Return a function from the number of micro-batches that this rank needs to the number that it runs; collective.
-
-        Data-parallel ranks among which experts are partitioned exchange tokens in every pass, so they must run the same
-        number of passes: a rank with fewer micro-batches adds empty ones.
-        """
-        if not experts_span_copies(self._config):
-            return int
-        return partial(max_over_ranks, group=parallel_state.get_data_parallel_group())
 
     @contextlib.contextmanager
     def _mode(self, *, forward_only: bool) -> Iterator[None]:

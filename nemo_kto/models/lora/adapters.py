@@ -43,7 +43,7 @@ from nemo_kto.architecture.segments import held, pieces, source_shapes, split_di
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
-from nemo_kto.mixers.mixer import ParamMapping, Split
+from nemo_kto.mixers.param_mapping import ParamMapping, Split
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.lora_layers import Adapter, adapt_linear
 

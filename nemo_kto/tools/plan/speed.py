@@ -20,7 +20,7 @@ from nemo_kto.memory.hardware import GPUS_PER_MACHINE, Hardware
 from nemo_kto.memory.micro_batches import FORWARD_LAUNCHES
 from nemo_kto.memory.rank_memory import Training
 from nemo_kto.memory.run_plan import Plan, Step
-from nemo_kto.mixers.mixer import Split
+from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.models.flops import EXPERTS, MIXER, Block, Flops, Passes
 
 _FP32, _FP64, _INT64 = 4, 8, 8

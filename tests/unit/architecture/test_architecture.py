@@ -14,7 +14,7 @@ from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.errors import UserError
 from nemo_kto.layers.layer_settings import Experts, Temperature
 from nemo_kto.mixers import NO_MIXER, SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2
-from nemo_kto.mixers.mixer import Layers
+from nemo_kto.mixers.param_mapping import Layers
 from tests.helpers.messages import Message, raises
 
 BASE: dict[str, Any] = {

@@ -22,7 +22,7 @@ from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Family
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.errors import UserError
-from nemo_kto.mixers.mixer import Layers
+from nemo_kto.mixers.param_mapping import Layers
 from nemo_kto.tools.plan import plan_command as plan
 from tests.helpers.messages import raises
 from tests.helpers.published_configs import COUNTS, NAMES, count, counts, published, write

@@ -12,7 +12,7 @@ from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.architecture.segments import Segment, cut, place_in_file, segments, split_dimension
 from nemo_kto.huggingface.rank_weights import wanted_weights
 from nemo_kto.layers.layer_settings import Experts
-from nemo_kto.mixers.mixer import ParamMapping
+from nemo_kto.mixers.param_mapping import ParamMapping
 from tests.helpers.tiny_models import tiny_architecture
 
 

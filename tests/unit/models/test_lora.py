@@ -30,7 +30,7 @@ from nemo_kto.architecture.lora import (
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.layers.layer_settings import Experts
 from nemo_kto.mixers import SOFTMAX_ATTENTION
-from nemo_kto.mixers.mixer import Layers, Split
+from nemo_kto.mixers.param_mapping import Layers, Split
 from nemo_kto.models.lora.adapters import is_adapter
 from nemo_kto.models.lora.lora_layers import adapt_linear
 from tests.helpers.messages import Message, assert_names
