@@ -264,9 +264,8 @@ class BiasedRouter(BalancedRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        bias: Any = torch.nn.Parameter(
-            torch.zeros(self.num_experts, dtype=self.config.params_dtype, device=device.current_device())
-        )
+        zeros = torch.zeros(self.num_experts, dtype=self.config.params_dtype, device=device.current_device())
+        bias: Any = torch.nn.Parameter(zeros)
         bias.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum, like that of the weight
         self.logit_bias = bias
 
@@ -300,9 +299,8 @@ def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     config = get_model_config(chunks[0])
     if config.num_moe_experts is None:
         return {}
-    statistics = torch.zeros(
-        config.num_layers, 2 + config.num_moe_experts, dtype=torch.float64, device=device.current_device()
-    )
+    shape = (config.num_layers, 2 + config.num_moe_experts)
+    statistics = torch.zeros(shape, dtype=torch.float64, device=device.current_device())
     for router in routers(chunks):
         if router.balance is not None:
             statistics[router.layer_number - 1] = router.balance

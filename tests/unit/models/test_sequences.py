@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_kto.models.engine import sequences
@@ -112,6 +112,7 @@ LIMITS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), max_size=30), **LIMITS)
 def test_every_sequence_is_in_one_micro_batch_within_its_limits(
     lengths: list[int], answers: int, prompts: int | None, tokens: int | None, multiple: int
@@ -133,6 +134,7 @@ def test_every_sequence_is_in_one_micro_batch_within_its_limits(
     assert batch.padded_tokens(limits) == carried
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), **LIMITS)
 def test_packed_rows_contain_every_sequence_once(
     lengths: list[int], answers: int, prompts: int | None, tokens: int | None, multiple: int
