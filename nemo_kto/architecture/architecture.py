@@ -14,7 +14,7 @@ from nemo_kto.architecture.rope import read_rope
 from nemo_kto.errors import UserError
 from nemo_kto.layers.layer_settings import Experts, Rope
 from nemo_kto.mixers import NO_MIXER, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes, round_up
+from nemo_kto.mixers.mixer import ModelSizes, round_up
 from nemo_kto.mixers.param_mapping import Layers, ParamMapping
 
 if TYPE_CHECKING:
@@ -189,9 +189,8 @@ def read_architecture(
     try:
         config = AutoConfig.for_model(family.name, **given)
     except Exception as error:  # for an invalid field transformers may raise any exception
-        raise UserError(
-            f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
-        ) from error
+        message = f"{folder / CONFIG} is refused by transformers: {error}"
+        raise UserError(f"{message}; correct it or choose another model") from error
     text = config.get_text_config()
     try:
         return _architecture(
@@ -220,8 +219,8 @@ def _architecture(
     if experts is not None and not any(experts.layers):
         experts = None
     flags = {
-        flag: bool(getattr(config, source, False)) if isinstance(source, str) else source
-        for flag, source in family.flags.items()
+        name: bool(getattr(config, field, False)) if isinstance(field, str) else field
+        for name, field in family.flags.items()
     }
     for bias in ("qkv_bias", "output_bias"):
         if flags.get("mlp_bias") and not flags[bias]:
@@ -273,16 +272,14 @@ def _architecture(
 
 def _check_widths(architecture: Architecture) -> None:
     experts, ranks = architecture.experts, architecture.tensor_parallel
+    widths: list[tuple[str, int, str, int]] = []
     if any(architecture.layers_with[Layers.DENSE]):
-        _check_width(architecture.family.dense_width, architecture.ffn_hidden_size, "tensor-parallel", ranks)
+        widths.append((architecture.family.dense_width, architecture.ffn_hidden_size, "tensor-parallel", ranks))
     if experts is not None:
         of_experts = architecture.expert_tensor_parallel
-        _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", of_experts)
-        _check_width("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", ranks)
-
-
-def _check_width(name: str, width: int, kind: str, ranks: int) -> None:
-    if width % ranks:
-        raise ValueError(
-            f"{name} must be divisible by the {kind} size, got {width} and {ranks}; choose a smaller {kind} size"
-        )
+        widths.append(("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", of_experts))
+        widths.append(("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", ranks))
+    for name, width, kind, size in widths:
+        if width % size:
+            text = f"{name} must be divisible by the {kind} size, got {width} and {size}"
+            raise ValueError(f"{text}; choose a smaller {kind} size")

@@ -10,7 +10,7 @@ from nemo_kto.architecture.config_fields import ModelFields
 from nemo_kto.architecture.rope import rope_settings, settings_of_type
 from nemo_kto.layers.layer_settings import Experts, Temperature
 from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
-from nemo_kto.mixers.model_sizes import Windows
+from nemo_kto.mixers.mixer import Windows
 from nemo_kto.mixers.param_mapping import ParamMapping
 
 if TYPE_CHECKING:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.mixers import GatedDeltaNet, LatentAttention, Mamba2, SoftmaxAttention
-from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Split
+from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Shape, Split
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
@@ -66,9 +66,8 @@ class LoRASettings:
             raise ValueError(f"the dropout of an adapter must be in [0, 1), got {self.dropout}")
         unknown = [name for name in self.target_modules if name not in TARGET_MODULES]
         if unknown or not self.target_modules:
-            raise ValueError(
-                f"target_modules must be one or more of {', '.join(TARGET_MODULES)}; got {', '.join(unknown) or 'none'}"
-            )
+            known, got = ", ".join(TARGET_MODULES), ", ".join(unknown) or "none"
+            raise ValueError(f"target_modules must be one or more of {known}; got {got}")
         if self.layers is not None and (not self.layers or min(self.layers) < 1):
             raise ValueError(f"layers must be one or more numbers from 1, or None for all; got {list(self.layers)}")
 
@@ -241,38 +240,27 @@ def adapter_mappings(mapping: ParamMapping, settings: LoRASettings) -> tuple[Par
 
     PEFT treats an embedding as W^T, so that its A is our transposed B, and its B our transposed A.
     """
-    is_column, rank = split_dimension(mapping) == 0, settings.rank
-    inner = "base_model.model.{}.{}"
-    prefix = mapping.mcore_name.removesuffix("weight")
-    shapes = {name.removesuffix(".weight"): shape for name, shape in mapping.hf_names.items()}
+    is_column, of_embedding = split_dimension(mapping) == 0, mapping.split is Split.VOCABULARY
     split_of_rows = mapping.split if is_column else Split.REPLICATED
-    of_embedding = mapping.split is Split.VOCABULARY
     name_of_a, name_of_b = (EMBEDDING_B, EMBEDDING_A) if of_embedding else ("lora_A.weight", "lora_B.weight")
+
+    def part(name: str, hf_name: str, split: Split, shape_of: Callable[[Shape], Shape]) -> ParamMapping:
+        modules = {module.removesuffix(".weight"): shape for module, shape in mapping.hf_names.items()}
+        return replace(
+            mapping,
+            mcore_name=mapping.mcore_name.removesuffix("weight") + name,
+            hf_names={f"base_model.model.{module}.{hf_name}": shape_of(shape) for module, shape in modules.items()},
+            split=split,
+            transposed=of_embedding,
+        )
+
     matrices = (
-        replace(
-            mapping,
-            mcore_name=prefix + LORA_A,
-            hf_names={inner.format(name, name_of_a): (rank, shape[1]) for name, shape in shapes.items()},
-            split=Split.STACKED if is_column else mapping.split,
-            transposed=of_embedding,
-        ),
-        replace(
-            mapping,
-            mcore_name=prefix + LORA_B,
-            hf_names={inner.format(name, name_of_b): (shape[0], rank) for name, shape in shapes.items()},
-            split=split_of_rows,
-            transposed=of_embedding,
-        ),
+        part(LORA_A, name_of_a, Split.STACKED if is_column else mapping.split, lambda shape: (settings.rank, shape[1])),
+        part(LORA_B, name_of_b, split_of_rows, lambda shape: (shape[0], settings.rank)),
     )
     if not settings.dora:
         return matrices
-    magnitude = replace(
-        mapping,
-        mcore_name=prefix + LORA_MAGNITUDE,
-        hf_names={inner.format(name, MAGNITUDE): shape[:1] for name, shape in shapes.items()},
-        split=split_of_rows,
-    )
-    return (*matrices, magnitude)
+    return (*matrices, part(LORA_MAGNITUDE, MAGNITUDE, split_of_rows, lambda shape: shape[:1]))
 
 
 _USUAL_NAMES = {own: usual for family in FAMILIES.values() for own, usual in family.module_names.items()}

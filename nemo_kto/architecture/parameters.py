@@ -77,20 +77,20 @@ def rank_parameters(
     parameters: list[RankParameter] = []
 
     def add(mapping: ParamMapping, name: str, layers: Iterable[int] = (), *, trained: bool) -> None:
-        is_replicated = not is_cut(mapping) and not mapping.of_expert
         shape, dimension = [*source_shapes(mapping, architecture)[0]], split_dimension(mapping)
         if dimension is not None:
             whole = sum(segment.length for segment in segments(mapping, architecture))
             shape[dimension] = whole // shards(mapping, architecture) if is_cut(mapping) else whole
-        parameter = RankParameter(
-            name=name,
-            layers=tuple(layers),
-            experts=experts if mapping.of_expert else 1,
-            shape=tuple(shape),
-            trained=trained,
-            is_replicated=is_replicated,
+        parameters.append(
+            RankParameter(
+                name=name,
+                layers=tuple(layers),
+                experts=experts if mapping.of_expert else 1,
+                shape=tuple(shape),
+                trained=trained,
+                is_replicated=not is_cut(mapping) and not mapping.of_expert,
+            )
         )
-        parameters.append(parameter)
 
     for mapping in architecture.family.mappings:
         name, trained = mapping.mcore_name, adapters is None and not mapping.frozen

@@ -122,9 +122,8 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
         query, kinds = heads * head, 1 + architecture.output_gate
         parts = list[Segment]()
         for group in range(groups):
-            if (
-                architecture.output_gate
-            ):  # the file has each query before its gate, the parameter a group's queries before its gates
+            # the file has each query before its gate, the parameter a group's queries before its gates
+            if architecture.output_gate:
                 starts = ((2 * (group * heads + number) + kind) * head for kind in range(2) for number in range(heads))
                 parts += [Segment(source=0, start=start, length=head) for start in starts]
             else:

@@ -36,7 +36,9 @@ class PipelineSplit:
 
     def layers(self, num_layers: int) -> list[list[range]]:
         """Return the layers of each chunk of each stage, counted from 0; SplitError if there is no such partition."""
-        sizes = self._sizes(num_layers)
+        sizes = [[count // self.chunks] * self.chunks for count in self._whole_stages(num_layers)]
+        sizes[0][0] -= self.counts_embedding
+        sizes[-1][-1] -= self.counts_loss
         held: list[list[range]] = [[] for _ in sizes]
         start = 0
         for chunk in range(self.chunks):
@@ -48,7 +50,7 @@ class PipelineSplit:
     def fits(self, num_layers: int) -> bool:
         """Return whether this number of layers can be partitioned in this way."""
         try:
-            self._sizes(num_layers)
+            self._whole_stages(num_layers)
         except SplitError:
             return False
         return True
@@ -107,12 +109,6 @@ class PipelineSplit:
                 yield True, turns[before + number]
             yield False, self.chunks - 1 - chunk
 
-    def _sizes(self, num_layers: int) -> list[list[int]]:
-        sizes = [[count // self.chunks] * self.chunks for count in self._whole_stages(num_layers)]
-        sizes[0][0] -= self.counts_embedding
-        sizes[-1][-1] -= self.counts_loss
-        return sizes
-
     def _whole_stages(self, num_layers: int) -> list[int]:
         """Return the number of layers of each stage, with embedding and loss if these count; divisible by the chunks."""
         if self.stages == 1 and self != PipelineSplit():
@@ -133,7 +129,6 @@ class PipelineSplit:
         return counts
 
     def _uneven_stages(self, num_layers: int) -> list[int]:
-        """Return the number of layers of each stage for a given number in the first or the last stage."""
         if self.counts_embedding or self.counts_loss:
             name = "first" if self.last is None else "last"
             raise SplitError(name, "must be left out if embedding or loss count as layers", getattr(self, name))

@@ -219,7 +219,7 @@ def use_known_message_shapes() -> None:
     """Make pipeline stages read the shapes of messages from ``config.message_shapes`` instead of sending them.
 
     With micro-batches of different widths, megatron-core sends three integers before each message, and waits for the device
-    twice: in ``torch.cuda.synchronize``, and to read the integers. ``models/engine/message_shapes.py`` has the shapes;
+    twice: in ``torch.cuda.synchronize``, and to read the integers. ``models/engine/engine.py`` has the shapes;
     a configuration without them, which the engine has not set, keeps megatron-core's exchange.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface.weight_stream import sends_weights
+from nemo_kto.huggingface.rank_weights import sends_weights
 from nemo_kto.utils.files import flush
 from nemo_kto.utils.locks import one_writer
 

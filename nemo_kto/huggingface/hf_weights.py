@@ -28,8 +28,14 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import write_together
 from nemo_kto.huggingface.quantized import StoredWeight, separate_experts, stored_weights
-from nemo_kto.huggingface.rank_weights import Weight, differences, frozen_weights, rank_weights, wanted_weights
-from nemo_kto.huggingface.weight_stream import gather_weights
+from nemo_kto.huggingface.rank_weights import (
+    Weight,
+    differences,
+    frozen_weights,
+    gather_weights,
+    rank_weights,
+    wanted_weights,
+)
 from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.model_files.companion_files import copy_companions, model_config, with_dtype
 from nemo_kto.model_files.safetensors_files import (
@@ -96,9 +102,8 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     for kind, pattern in family.untrained.items():
         names = re.compile(pattern.replace("{model}", model).replace("{layers}", str(architecture.num_layers)))
         copied[kind] = [weight for name, weight in stored.items() if names.match(name)]
-    architecture = _with_joined_experts(
-        architecture, found.keys() - {each.name for group in copied.values() for each in group}
-    )
+    of_text = found.keys() - {each.name for group in copied.values() for each in group}
+    architecture = _with_joined_experts(architecture, of_text)
     wanted = {name_in_file(name, prefixes): shape for name, shape in wanted_weights(architecture).items()}
     if family.either_order:
         stored |= _turned(stored, wanted)
@@ -116,11 +121,9 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     ]
     if family.text_type and (empty := [kind for kind in copied if kind not in MTP_LAYERS and not copied[kind]]):
         problems.append(f"missing: every weight of the {empty[0]}")
-    if count + len(problems):
-        message = (
-            f"{folder}: the weights must be those of config.json ({family.hf_architecture}), "
-            f"got {count + len(problems)} differences:"
-        )
+    if differ := count + len(problems):
+        wanted_from = f"those of config.json ({family.hf_architecture})"
+        message = f"{folder}: the weights must be {wanted_from}, got {differ} differences:"
         remedy = f"download the model again, or write it with save_pretrained of {family.hf_architecture}"
         raise UserError("\n  ".join([message, *problems, *differing, remedy]))
     return SourceWeights(
@@ -228,7 +231,7 @@ def export(
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         whole = stream
         if weights is not None:
-            whole = _with_copied(_as_stored(stream, weights, architecture), weights, getattr(torch, dtype))
+            whole = _as_stored(stream, weights, architecture, getattr(torch, dtype))
         write_shards(whole, folder, max_shard_bytes=max_shard_bytes)
         config = with_dtype(model_config(source, tied=architecture.tied), dtype)
         config["model_type"] = architecture.family.name  # not an alias, which transformers does not know
@@ -249,9 +252,12 @@ def export(
 
 
 def _as_stored(
-    stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, architecture: Architecture
+    stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, architecture: Architecture, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights under the names and in the order of the source, and those that are never trained in its dtype."""
+    """Yield weights under the names and in the order of the source, then those that are copied from it.
+
+    Weights that are never trained have their dtype in the source; copied ones are unchanged, quantized ones of ``dtype``.
+    """
     frozen = frozen_weights(architecture)
     for name, tensor in stream:
         stored = weights.trained[name]
@@ -259,13 +265,6 @@ def _as_stored(
             with _Files() as opened:
                 tensor = tensor.to(stored.read(opened).dtype)
         yield stored.name, tensor.mT if stored.swapped else tensor
-
-
-def _with_copied(
-    stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a stream, then those that are copied from the source."""
-    yield from stream
     for stored in (each for group in weights.copied.values() for each in group):
         with _Files() as opened:
             values = opened(stored.file).get_tensor(stored.name) if stored.quantization is None else stored.read(opened)

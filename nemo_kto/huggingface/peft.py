@@ -30,8 +30,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import write_together
 from nemo_kto.huggingface.hf_weights import read_weights
 from nemo_kto.huggingface.quantized import StoredWeight
-from nemo_kto.huggingface.rank_weights import differences, rank_adapters, wanted_adapters
-from nemo_kto.huggingface.weight_stream import gather_weights
+from nemo_kto.huggingface.rank_weights import differences, gather_weights, rank_adapters, wanted_adapters
 from nemo_kto.model_files.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -97,10 +96,8 @@ def check_adapter(architecture: Architecture, settings: LoRASettings, folder: st
         problems.insert(0, f"scale of the adapters: expected {settings.scale:g}, got {saved.alpha:g} / {divisor}")
         count += 1
     if problems:
-        message = (
-            f"{folder}: the adapters must be those that the model was given (rank {settings.rank}, "
-            f"{', '.join(settings.modules)}), got {count} differences:"
-        )
+        given = f"rank {settings.rank}, {', '.join(settings.modules)}"
+        message = f"{folder}: the adapters must be those that the model was given ({given}), got {count} differences:"
         raise UserError("\n  ".join([message, *problems]))
     return {
         ours: StoredWeight(name=name, tensors={"": found[name]}, shape=found[name].shape) for ours, name in names.items()

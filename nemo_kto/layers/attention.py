@@ -68,13 +68,9 @@ class PackedSequences(PackedSeqParams):
         keys = [tuple(map(sum, zip(*pack, strict=True))) for pack in zip(packs, before, strict=True)]
         begins = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (*packs, *keys)]
         # megatron-core's RoPE takes a pack with shared prompts for one sequence, see ``HiddenStateGPT._preprocess``
-        wholes = [
-            None if segments is None else torch.tensor([0, sum(pack)], dtype=torch.int32)
-            for pack, segments in zip(packs, prompts, strict=True)
-        ]
-        indices = [
-            None if segments is None else key_indices(pack, segments) for pack, segments in zip(packs, prompts, strict=True)
-        ]
+        shared = [None if segments is None else pack for pack, segments in zip(packs, prompts, strict=True)]
+        wholes = [None if pack is None else torch.tensor([0, sum(pack)], dtype=torch.int32) for pack in shared]
+        indices = [None if pack is None else key_indices(pack, each) for pack, each in zip(shared, prompts, strict=True)]
         uploaded = device.upload([*begins, *indices, *wholes])
         return [
             cls(
@@ -148,9 +144,9 @@ class TorchAttention(MegatronModule):
             self.q_layernorm, self.k_layernorm = (
                 TorchNorm(config, config.kv_channels, eps=config.layernorm_epsilon) for _ in range(2)
             )
-        self.temperature = (
-            None if temperature is not None and temperature.with_rope != (self.rope is not None) else temperature
-        )
+        self.temperature = temperature
+        if temperature is not None and temperature.with_rope != (self.rope is not None):
+            self.temperature = None
         in_one_kernel = self.context is None and not self.in_blocks
         self.packed_kernel = packed_attention(config.params_dtype) if in_one_kernel else None
 
@@ -232,7 +228,6 @@ class TorchAttention(MegatronModule):
         return rope.rotate(heads_sbhd, **self._positions(heads_sbhd, packed))
 
     def _context_rank(self) -> tuple[int, int]:
-        """Return the rank in the context-parallel group, and its size."""
         return (0, 1) if self.context is None else (self.context.rank(), self.context.size())
 
     def _positions(self, heads_sbhd: Tensor, packed: PackedSequences | None) -> dict[str, Any]:
@@ -260,8 +255,9 @@ class TorchAttention(MegatronModule):
             key, value = key[beyond:], value[beyond:]
         queries, keys = query.size(0), key.size(0)
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        options: dict[str, Any]
         if self.in_blocks:
-            options: dict[str, Any] = {"cap": self.softcap, "sinks_h": self.softmax_offset, "window": self.window}
+            options = {"cap": self.softcap, "sinks_h": self.softmax_offset, "window": self.window}
             context = block_attention(query, key, value, scale=self.scale, **options)
         else:
             mask = None
@@ -269,15 +265,8 @@ class TorchAttention(MegatronModule):
                 mask = _window_mask(queries, keys, self.window, query.device)
             elif queries != keys:
                 mask = _lower_right(query, keys, known)
-            context = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=query.size(1) != key.size(1),
-            )
+            options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": query.size(1) != key.size(1)}
+            context = F.scaled_dot_product_attention(query, key, value, scale=self.scale, **options)
         return context.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -116,12 +116,7 @@ def scan(chunks: Chunks, start: Tensor, step: Callable[[slice, Tensor], tuple[Te
 
 
 def causal_convolution(
-    values_tc: Tensor,
-    weight_cw: Tensor,
-    bias_c: Tensor | None = None,
-    *,
-    lengths: Sequence[int],
-    prompts: Prompts = None,
+    values_tc: Tensor, weight_cw: Tensor, bias_c: Tensor | None = None, *, lengths: Sequence[int], prompts: Prompts = None
 ) -> Tensor:
     """Return sum_j weight[:, w - 1 - j] * values[t - j] + bias, [t, channels], rounded once.
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
@@ -137,16 +138,9 @@ class RecurrentModule(MegatronModule):
         else:
             lengths, prompts = packed_seq_params.lengths, packed_seq_params.prompts
         projected_tX = projected_sbX.transpose(0, 1).flatten(0, 1)
-        mixed_Tx = checkpoint(
-            self.mixer.mix,
-            self,
-            _all_tokens(projected_tX, lengths),
-            lengths,
-            prompts,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            determinism_check="none",
-        )
+        inputs = self, _all_tokens(projected_tX, lengths), lengths, prompts
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        mixed_Tx = checkpoint(self.mixer.mix, *inputs, **options)
         # a copy, because matrix products of views round in other ways
         mixed_sbX = _all_heads(mixed_Tx, lengths).unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
         return self.linear_out(mixed_sbX)[0], None
@@ -167,6 +161,30 @@ class RecurrentModule(MegatronModule):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+
+
+class ReplicatedLinear(MegatronModule):
+    """Linear layer without a bias that every tensor-parallel rank has as a whole.
+
+    Its inputs are the same on all ranks, or with sequence parallelism parts of the sequence. In that case the gradient of
+    the weight is a partial sum, which megatron-core sums over the ranks.
+    """
+
+    bias: Tensor | None = None
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.sequence_parallel = config.sequence_parallel
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        where = None if config.use_cpu_initialization else device.current_device()
+        weight: Any = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=where))
+        config.init_method(weight)
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return W x, and None in the place of a bias."""
+        return F.linear(input_, self.weight), None
 
 
 def _all_tokens(values_tX: Tensor, lengths: Sequence[int]) -> Tensor:

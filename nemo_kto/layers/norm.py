@@ -145,9 +145,8 @@ class _ShardedRMSNorm(torch.autograd.Function):
         weight_grad_hd = (grad * x).mul_(inverse_rms).sum((0, 1)).to(weight_hd.dtype)
         grad = grad * weight_hd
         # dx = w dy / rms(x) - x sum(w dy x) / (width rms(x)^3), with the sum over all ranks
-        row_dot_sb11 = (
-            _all_reduce((grad * x).sum((-2, -1), keepdim=True), ctx.group).mul_(inverse_rms.pow(3)).div_(ctx.width)
-        )
+        row_dot_sb11 = _all_reduce((grad * x).sum((-2, -1), keepdim=True), ctx.group)
+        row_dot_sb11.mul_(inverse_rms.pow(3)).div_(ctx.width)
         return grad.mul_(inverse_rms).addcmul_(x, row_dot_sb11, value=-1).to(x_sbhd.dtype), weight_grad_hd, None, None, None
 
 

@@ -5,10 +5,9 @@ is then a segment of the pack, each answer another one, which continues the prom
 segment each. In all functions ``prompts`` are the indices of the segments that precede each segment, None for a segment that
 begins a sequence; None if no tokens are shared.
 
-For context parallelism each sequence of a pack is cut into 2 * size equal
-chunks, and rank r holds chunks r and 2 * size - 1 - r, in this order, as megatron-core and Transformer Engine expect: a late
-chunk attends to many keys and an early one to few, so the ranks have equal work. The share of a rank is the concatenation of
-its chunks of all sequences, in the order of the sequences.
+For context parallelism each sequence of a pack is cut into 2 * size equal chunks, and rank r holds chunks r and
+2 * size - 1 - r, in this order, as megatron-core and Transformer Engine expect: a late chunk attends to many keys and an
+early one to few, so the ranks have equal work. The share of a rank is the concatenation of its chunks of all sequences.
 
 ``lengths`` are the numbers of tokens of the segments of a pack, multiples of 2 * size if ``size`` is above 1; ``rank`` and
 ``size`` are the rank in the context-parallel group, and its size, which must be 1 if prompts are shared.
@@ -167,9 +166,8 @@ def _places(lengths: Sequence[int], size: int) -> dict[tuple[int, int], int]:
 def _chunk(length: int, size: int) -> int:
     """Return the number of tokens of a chunk; ValueError if the sequence cannot be cut into equal chunks."""
     if length % (2 * size):
-        raise ValueError(
-            f"the length of a sequence must be a multiple of 2 * context_parallel_size = {2 * size}, got {length}"
-        )
+        wanted = f"a multiple of 2 * context_parallel_size = {2 * size}"
+        raise ValueError(f"the length of a sequence must be {wanted}, got {length}")
     return length // (2 * size)
 
 

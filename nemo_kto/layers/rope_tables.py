@@ -132,9 +132,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _pairs(heads: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return heads[..., 0::2], heads[..., 1::2]
-    low, high = heads.chunk(2, dim=-1)
+    low, high = (heads[..., 0::2], heads[..., 1::2]) if interleaved else heads.chunk(2, dim=-1)
     return low, high
 
 

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nemo_kto.device import device
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution, decay_between, divide, scan
 from nemo_kto.layers.packing import Prompts
-from nemo_kto.mixers.mixer import FP32, LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes, round_up
+from nemo_kto.mixers.mixer import FP32, LinearLayer, ModelSizes, Saving, SequenceMixer, round_up
 from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.utils import lazy_import
 
@@ -52,11 +51,9 @@ _EPSILON = 1e-6  # added to the squared lengths of queries and keys
 
 def _weight(name: str, hf_names: dict[str, Shape], split: Split, *parts: tuple[int, str]) -> ParamMapping:
     """Return the mapping of a weight; ``parts`` are those of a key head."""
-    names = {_HF + each: shape for each, shape in hf_names.items()}
+    names, kind = {_HF + each: shape for each, shape in hf_names.items()}, GatedDeltaNet.kind
     mcore = f"{MCORE}self_attention.{name}"
-    return ParamMapping(
-        mcore_name=mcore, hf_names=names, split=split, mixer=GatedDeltaNet.kind, groups="delta_keys", parts=parts
-    )
+    return ParamMapping(mcore_name=mcore, hf_names=names, split=split, mixer=kind, groups="delta_keys", parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +82,8 @@ class GatedDeltaNet(SequenceMixer):
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
-            raise ValueError(
-                "linear_num_value_heads must be divisible by linear_num_key_heads, got "
-                f"{self.value_heads} and {self.key_heads}; correct one"
-            )
+            got = f"{self.value_heads} and {self.key_heads}"
+            raise ValueError(f"linear_num_value_heads must be divisible by linear_num_key_heads, got {got}; correct one")
 
     @property
     def values_per_key(self) -> int:
@@ -101,14 +96,8 @@ class GatedDeltaNet(SequenceMixer):
         group = {"qkvz": 2 * key + 2 * value, "ba": 2 * heads, "qkv": 2 * key + value, "z": value, "heads": heads}
         whole = {f"delta_{name}": size * self.key_heads for name, size in group.items()}
         of_group = {f"delta_{name}_group": size for name, size in group.items()}
-        return {
-            **whole,
-            **of_group,
-            "delta_keys": self.key_heads,
-            "delta_key": key,
-            "delta_value": self.value_dim,
-            "delta_kernel": self.kernel,
-        }
+        single = {"keys": self.key_heads, "key": key, "value": self.value_dim, "kernel": self.kernel}
+        return {**whole, **of_group, **{f"delta_{name}": size for name, size in single.items()}}
 
     def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         return {"gated delta nets": True}
@@ -186,11 +175,8 @@ class GatedDeltaNet(SequenceMixer):
         convolution, decay_log, step_bias = module.own("convolution", "decay_log", "step_bias")
         qkv, gate, strength_tgr, step_tgr = projected_tX.unflatten(-1, (-1, sum(parts))).split(parts, -1)
         convolved_tc = causal_convolution(qkv.flatten(1), convolution.squeeze(1), lengths=lengths, prompts=prompts)
-        query_tgK, key_tgK, value = (
-            F.silu(convolved_tc)
-            .unflatten(-1, (-1, parts[0]))
-            .split([self.key_dim, self.key_dim, sizes["delta_z_group"]], -1)
-        )
+        widths = [self.key_dim, self.key_dim, sizes["delta_z_group"]]
+        query_tgK, key_tgK, value = F.silu(convolved_tc).unflatten(-1, (-1, parts[0])).split(widths, -1)
         rate_gr, bias_gr = (each.float().view(-1, heads) for each in (decay_log.float().exp(), step_bias))
         output_tgrV = module.delta_rule(
             query_tgK,

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nemo_kto.device import device
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution, decay_between, divide, scan
 from nemo_kto.layers.packing import Prompts
-from nemo_kto.mixers.mixer import FP32, LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes, round_up
+from nemo_kto.mixers.mixer import FP32, LinearLayer, ModelSizes, Saving, SequenceMixer, round_up
 from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.utils import lazy_import
 
@@ -85,13 +84,7 @@ class Mamba2(SequenceMixer):
         group = {"inner": inner, "convolved": inner + 2 * state, "in": 2 * inner + 2 * state + heads, "heads": heads}
         whole = {f"mamba_{name}": size * self.groups for name, size in group.items()}
         of_group = {f"mamba_{name}_group": size for name, size in group.items()}
-        return {
-            **whole,
-            **of_group,
-            "mamba_groups": self.groups,
-            "mamba_state": state,
-            "mamba_kernel": self.kernel,
-        }
+        return {**whole, **of_group, "mamba_groups": self.groups, "mamba_state": state, "mamba_kernel": self.kernel}
 
     def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
         return {"Mamba-2": True}

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_kto.layers.packing import HEAD_MULTIPLE
-from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes, round_up
+from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, ModelSizes, Saving, SequenceMixer, round_up
 from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 from nemo_kto.utils import lazy_import
 
@@ -57,11 +56,7 @@ WEIGHTS = (
     _weight("linear_kv_down_proj", "kv_a_proj_with_mqa", ("key_value_latent_and_rope", "hidden"), Split.REPLICATED),
     _weight("kv_layernorm", "kv_a_layernorm", ("key_value_latent",), Split.REPLICATED),
     _weight(
-        "linear_kv_up_proj",
-        "kv_b_proj",
-        ("latent_keys_values", "key_value_latent"),
-        Split.GROUPS,
-        head="latent_key_value",
+        "linear_kv_up_proj", "kv_b_proj", ("latent_keys_values", "key_value_latent"), Split.GROUPS, head="latent_key_value"
     ),
     _weight("linear_proj", "o_proj", ("hidden", "latent_values"), Split.GROUP_COLUMNS, head="latent_value"),
 )
@@ -111,16 +106,14 @@ class LatentAttention(SequenceMixer):
 
     @property
     def sizes(self) -> dict[str, int]:
-        of_head = {
-            "latent_query": self.query_dim,
-            "latent_key_value": self.plain_dim + self.value_dim,
-            "latent_value": self.value_dim,
-        }
+        key_value = self.plain_dim + self.value_dim
         return {
-            **of_head,
-            "latent_queries": self.heads * of_head["latent_query"],
-            "latent_keys_values": self.heads * of_head["latent_key_value"],
-            "latent_values": self.heads * of_head["latent_value"],
+            "latent_query": self.query_dim,
+            "latent_key_value": key_value,
+            "latent_value": self.value_dim,
+            "latent_queries": self.heads * self.query_dim,
+            "latent_keys_values": self.heads * key_value,
+            "latent_values": self.heads * self.value_dim,
             "query_latent": self.query_rank or 0,
             "key_value_latent": self.key_value_rank,
             "key_value_latent_and_rope": self.key_value_rank + self.rotated_dim,
@@ -230,7 +223,7 @@ class LatentAttention(SequenceMixer):
         from megatron.core.transformer.enums import AttnMaskType
 
         from nemo_kto.layers.attention import TorchAttention
-        from nemo_kto.layers.linear import ReplicatedLinear
+        from nemo_kto.layers.mixer_module import ReplicatedLinear
         from nemo_kto.layers.norm import TorchNorm
 
         config, sizes = module.config, self.sizes
@@ -263,10 +256,7 @@ class LatentAttention(SequenceMixer):
 
     def mix(self, module: MixerModule, hidden_sbH: Tensor, packed: PackedSequences | None) -> Tensor:
         """Attend over [sequence, batch, hidden], of packed sequences with batch 1."""
-        from megatron.core.tensor_parallel import (
-            copy_to_tensor_model_parallel_region,
-            gather_from_sequence_parallel_region,
-        )
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
         from torch.utils.checkpoint import checkpoint
 
         if self.query_rank is None:
@@ -287,9 +277,8 @@ class LatentAttention(SequenceMixer):
         key = torch.cat((key, key_rope.expand(-1, -1, key.size(2), -1)), -1)
         inputs = module.core_attention, query, key, value, packed
         if module.recomputes_core:
-            mixed_sbX = checkpoint(
-                self._attend, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
-            )
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+            mixed_sbX = checkpoint(self._attend, *inputs, **options)
         else:
             mixed_sbX = self._attend(*inputs)
         output: Tensor = module.linear_proj(mixed_sbX)[0]
@@ -310,11 +299,10 @@ class LatentAttention(SequenceMixer):
         return mixed if packed is None else mixed.unsqueeze(1)
 
     def padded_heads(self, tensor_parallel: int) -> int:
-        """Return the number of heads with padding: the next multiple of the tensor-parallel ranks."""
+        """Return the number of heads, rounded up to a multiple of the tensor-parallel size."""
         return round_up(self.heads, tensor_parallel)
 
     def _heads(self, architecture: ModelSizes) -> int:
-        """Return the number of heads on a rank."""
         return self.padded_heads(architecture.tensor_parallel) // architecture.tensor_parallel
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from nemo_kto.layers.packing import HEAD_MULTIPLE, MAX_HEAD_DIM
-from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, Saving, SequenceMixer
-from nemo_kto.mixers.model_sizes import ModelSizes
+from nemo_kto.mixers.mixer import FP32, AttentionWindow, LinearLayer, ModelSizes, Saving, SequenceMixer
 from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 
 if TYPE_CHECKING:
@@ -19,9 +18,8 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def _qkv(kind: str, *sizes: str) -> dict[str, Shape]:
-    return {
-        f"{_HF}{name}.{kind}": (width, *sizes) for name, width in zip(_QKV, ("query", "key_value", "key_value"), strict=True)
-    }
+    widths = zip(_QKV, ("query", "key_value", "key_value"), strict=True)
+    return {f"{_HF}{name}.{kind}": (width, *sizes) for name, width in widths}
 
 
 _KIND = "softmax attention"
@@ -73,13 +71,9 @@ class SoftmaxAttention(SequenceMixer):
     lora_inputs: ClassVar[tuple[str, ...]] = _QKV
     lora_outputs: ClassVar[tuple[str, ...]] = ("o_proj",)
     padded_with_heads: ClassVar[tuple[str, ...]] = (
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias",
-        "self_attention.linear_proj.weight",
+        *(f"self_attention.linear_qkv.{name}" for name in ("weight", "bias", "lora_b", "lora_magnitude")),
+        *("self_attention.linear_proj.weight", "self_attention.linear_proj.lora_a"),
         "self_attention.core_attention.softmax_offset",
-        "self_attention.linear_qkv.lora_b",
-        "self_attention.linear_qkv.lora_magnitude",
-        "self_attention.linear_proj.lora_a",
     )
 
     def unsupported_by_te(self, architecture: ModelSizes) -> Mapping[str, bool]:
@@ -144,11 +138,8 @@ class SoftmaxAttention(SequenceMixer):
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # log-sum-exp of each head
             joined = (saving.packed or saving.context_parallel > 1) and not saving.on_gpu
-            saved += (
-                saving.element_bytes
-                * query
-                * (joined and not architecture.attends_in_blocks and saving.keeps_input("o_proj"))
-            )
+            keeps_joined = joined and not architecture.attends_in_blocks and saving.keeps_input("o_proj")
+            saved += saving.element_bytes * query * keeps_joined
         if architecture.output_gate:  # the gates, a part of the fused tensor, their sigmoids in fp32, and the products
             saved += (saving.element_bytes * (1 + saving.keeps_input("o_proj")) + FP32) * query
         if core and architecture.rotated_norm:  # the input of the norm in fp32, and the root mean square of each head
@@ -190,7 +181,7 @@ class SoftmaxAttention(SequenceMixer):
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from nemo_kto.layers.attention import GatedAttention, TorchAttention, with_shared_prompts
-        from nemo_kto.layers.linear import with_bias
+        from nemo_kto.layers.mlp import with_bias
         from nemo_kto.layers.norm import AllHeadsNorm, TorchNorm
         from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
 

@@ -113,9 +113,8 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
         modules_of_layer[int(match["layer"])].add(hf_module(match[0]))
     if problems := list(_refusals(config, shapes, modules_of_layer.values())):
         message = f"{folder}: adapters must be LoRA or DoRA on the linear layers, got otherwise:"
-        raise UserError(
-            "\n  ".join([message, *problems, "train such adapters, or merge these into their base model with peft"])
-        )
+        remedy = "train such adapters, or merge these into their base model with peft"
+        raise UserError("\n  ".join([message, *problems, remedy]))
     layers = sorted(modules_of_layer)
     modules = set[str]().union(*modules_of_layer.values())
     modules |= {EMBEDDING} if any(map(_EMBEDDING.fullmatch, shapes)) else set()
@@ -173,10 +172,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     if wrong := {name: irregular(folder / name) or "missing" for name in files if not (folder / name).is_file()}:
         message = " and ".join(f"{name} is {kind}" for name, kind in wrong.items())
-        raise UserError(
-            f"{folder} must be an adapter in PEFT's format, but {message}; load it with peft and write it with "
-            "save_pretrained"
-        )
+        remedy = "load it with peft and write it with save_pretrained"
+        raise UserError(f"{folder} must be an adapter in PEFT's format, but {message}; {remedy}")
     config_file, weights = (file_inside(folder, name) for name in files)
     return read_json(config_file), tensor_shapes(weights)
 

@@ -18,7 +18,7 @@ from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import ALIASES
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
-from nemo_kto.model_files.content_hashes import tokenizer_files
+from nemo_kto.model_files.model_folders import tokenizer_files
 from nemo_kto.utils.fields import file_errors
 from nemo_kto.utils.files import file_inside, read_bytes, read_json
 

@@ -106,26 +106,20 @@ def _snapshot(repository: str, revision: str | None, weights: bool, *, local_fil
     from huggingface_hub import snapshot_download
 
     patterns = [*_SMALL, *_ABOUT, *(["*.safetensors"] if weights else [])]
-    return Path(
-        snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=list(_LEFT_OUT),
-            local_files_only=local_files_only,
-        )
-    ).name
+    folder = snapshot_download(
+        repository,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=[*_LEFT_OUT],
+        local_files_only=local_files_only,
+    )
+    return Path(folder).name
 
 
 def _explained(error: Exception, repository: str, revision: str | None, *, offline: bool) -> UserError:
     """Return the UserError for a failed download."""
+    from huggingface_hub import errors
     from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     version = "" if revision is None else f" --revision {revision}"
     elsewhere = (
@@ -133,14 +127,14 @@ def _explained(error: Exception, repository: str, revision: str | None, *, offli
         f"(HF_HUB_CACHE={HF_HUB_CACHE}), or copy the model here and name its folder"
     )
     got = f"got {HUB}{repository}{'' if revision is None else f'@{revision}'}"
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         page = f"https://huggingface.co/{repository}"
         text = f"must be a model that you may download, {got}, which is gated"
         return UserError(f"{text}; accept its terms at {page}, and set HF_TOKEN or run `hf auth login`")
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         text = f"must be a model on the Hugging Face hub, {got}, which does not exist or is private"
         return UserError(f"{text}; correct the name, or for a private model set HF_TOKEN or run `hf auth login`")
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         text = f"must be a branch, tag or commit of {repository}, got {revision}"
         return UserError(f"{text}; see https://huggingface.co/{repository}/tree/main")
     if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
@@ -149,7 +143,7 @@ def _explained(error: Exception, repository: str, revision: str | None, *, offli
     if offline:
         text = f"must be in the cache of the Hugging Face hub with HF_HUB_OFFLINE=1, {got}, which is not"
         return UserError(f"{text}; unset HF_HUB_OFFLINE, or {elsewhere}")
-    if isinstance(error, LocalEntryNotFoundError | ConnectionError):
+    if isinstance(error, errors.LocalEntryNotFoundError | ConnectionError):
         return UserError(f"cannot be downloaded, {got}: this machine cannot reach the Hugging Face hub; {elsewhere}")
     reason = (error.strerror if isinstance(error, OSError) else None) or (str(error).splitlines() or [""])[0]
     return UserError(f"cannot be downloaded, {got}: {type(error).__name__}: {reason}; correct the cause, or {elsewhere}")
@@ -209,9 +203,8 @@ class Upload:
         from huggingface_hub import CommitOperationAdd, HfApi
 
         files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
-        operations = [
-            CommitOperationAdd(path_in_repo=name, path_or_fileobj=instead.get(name, file)) for name, file in files.items()
-        ]
+        contents = {name: instead.get(name, file) for name, file in files.items()}
+        operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=each) for name, each in contents.items()]
         api, (name, branch) = HfApi(token=self._token()), self.target
         try:
             api.create_repo(name, private=self.private or None, exist_ok=True)

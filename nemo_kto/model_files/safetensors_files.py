@@ -84,9 +84,8 @@ def read_header(file: Path, *, quantized: bool = False) -> tuple[dict[str, FileT
     except _InvalidHeader as error:
         raise UserError(f"{file} must be a complete safetensors file, but {error}; {_REMEDY}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} must be a safetensors file, but its header is not valid JSON ({error}); {_REMEDY}"
-        ) from error
+        message = f"{file} must be a safetensors file, but its header is not valid JSON ({error})"
+        raise UserError(f"{message}; {_REMEDY}") from error
 
 
 def _parse_json(text: str) -> object:

@@ -48,14 +48,13 @@ def blocks_of(
         selected = adapters is not None and (adapters.layers is None or layer + 1 in adapters.layers)
         mlp = (MLP,) if architecture.layers_with[Layers.DENSE][layer] else ()
         for names in ((MIXER,), mixture if architecture.sparse_layers[layer] else mlp):
-            found = [
-                tuple(each for each in adapted[name] if selected and any(architecture.instances(each, [layer])))
-                for name in names
-            ]
-            for name, mappings in zip(names, found, strict=True):
-                columns = any(split_dimension(mapping) == 0 for mapping in mappings)
-                yield Block(layer, name, mappings, enters, enters or columns, enters or bool(mappings))
-            enters = enters or any(found)
+            has_adapters = False
+            for name in names:
+                held = [each for each in adapted[name] if selected and any(architecture.instances(each, [layer]))]
+                columns = any(split_dimension(mapping) == 0 for mapping in held)
+                yield Block(layer, name, tuple(held), enters, enters or columns, enters or bool(held))
+                has_adapters = has_adapters or bool(held)
+            enters = enters or has_adapters
 
 
 class Passes(NamedTuple):
@@ -112,17 +111,15 @@ class ModelFlops:
         base = [product for block in blocks for product in _base_products(architecture, block)]
         adapter = [] if adapters is None else [*_adapter_products(architecture, blocks, adapters)]
         # the backward pass has a product for each gradient of an input, and one for each gradient of a trained weight
-        input_gradients = [product for product in [*base, *adapter] if product.has_gradient]
-        weight_gradients = base if adapters is None else adapter
+        gradients = [product for product in [*base, *adapter] if product.has_gradient]
+        gradients += base if adapters is None else adapter
         output = 2 * architecture.hidden_size * architecture.vocab_size
         attention = _attention(architecture, blocks, backward=False)
         backward_attention = _attention(architecture, blocks, backward=True)
         return cls(
             forward=_sum([*base, *adapter], attention, output),
             disabled=_sum(base, attention, output),
-            backward=_sum(
-                [*input_gradients, *weight_gradients], backward_attention, output * (2 if adapters is None else 1)
-            ),
+            backward=_sum(gradients, backward_attention, output * (2 if adapters is None else 1)),
         )
 
     def of_passes(self, passes: Passes) -> Flops:

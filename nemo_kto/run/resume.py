@@ -27,8 +27,7 @@ from nemo_kto.data.rows.data_sources import UNNAMED
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, plural
 from nemo_kto.model_files.checkpoint_files import INFO, Checkpoint, named_checkpoints
-from nemo_kto.model_files.content_hashes import content_hash, model_files, tokenizer_files
-from nemo_kto.model_files.model_folders import find_source
+from nemo_kto.model_files.model_folders import content_hash, find_source, model_files, tokenizer_files
 from nemo_kto.run.data import RunData
 from nemo_kto.utils.fields import MustStay, echo, names
 

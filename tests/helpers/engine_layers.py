@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.layers.norm import TorchNorm
-from nemo_kto.models import gpt, transformer
+from nemo_kto.models import gpt
 
 
 class EngineAttention(MegatronModule):
@@ -77,13 +77,13 @@ def engine_layers(architecture: Architecture) -> Iterator[None]:
 
     def layer_spec(*, num_experts: None, moe_grouped_gemm: bool, qk_layernorm: bool) -> Any:
         layer = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
-        transformer._use_torch_modules(layer, architecture)
+        gpt._use_torch_modules(layer, architecture)
         layer.submodules.self_attention.submodules.core_attention = EngineAttention
         return layer
 
     with (
         mock.patch.object(gpt, "uses_transformer_engine", return_value=True),
-        mock.patch.object(transformer, "get_gpt_layer_with_transformer_engine_spec", layer_spec),
+        mock.patch.object(gpt, "get_gpt_layer_with_transformer_engine_spec", layer_spec),
         mock.patch.object(transformer_engine, "TENorm", TorchNorm),
     ):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def check_gradients(
         model.config.finalize_model_grads_func = finalize_model_grads
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        _backward(wrapped, model, architecture)
+        _backward(wrapped, model)
         for weight in rank_weights(wrapped, architecture):
             if not weight.mapping.frozen:  # one that is keeps its values
                 weight.parameter.data.copy_(weight.parameter.main_grad)  # type: ignore[attr-defined]
@@ -170,19 +171,22 @@ def check_gradients(
     return largest
 
 
-def _backward(chunks: list[Any], model: HiddenStateGPT, architecture: Architecture) -> None:
-    tokens = hf_models.tokens()
+def weighted_logits(
+    model: HiddenStateGPT, cotangent: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The sum of logits * cotangent over this rank's rows of the vocabulary, as a loss of megatron-core's schedules."""
+    if model.config.sequence_parallel:
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden.transpose(0, 1)).transpose(0, 1)
+    else:
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    weight = model.output_weight()
+    first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
+    part = cotangent.to(weight.device)[..., first : first + weight.size(0)]
+    return (capped(model, hidden @ weight[: part.size(-1)].T) * part).sum(), torch.tensor(1, dtype=torch.int), {}
 
-    def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        if model.config.sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden.transpose(0, 1)).transpose(0, 1)
-        else:
-            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-        weight = model.output_weight()
-        first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-        cotangent = hf_models.cotangent()[..., first : first + weight.size(0)]
-        result = (capped(model, hidden @ weight[: cotangent.size(-1)].T) * cotangent).sum()
-        return result, torch.tensor(1, dtype=torch.int), {}
+
+def _backward(chunks: list[Any], model: HiddenStateGPT) -> None:
+    tokens, loss = hf_models.tokens(), partial(weighted_logits, model, hf_models.cotangent())
 
     def forward(_: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
         return chunk(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None), loss

@@ -213,6 +213,24 @@ def gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     return weights(out)
 
 
+def assert_logits(results: Iterable[Any], expected: torch.Tensor, *, name: str = "") -> None:
+    """Compare logits of the ranks, None except on the last pipeline stage, with those of transformers."""
+    seen = [logits for logits in results if logits is not None]
+    assert seen, name
+    for logits in seen:
+        np.testing.assert_allclose(logits, expected.numpy(), rtol=0, atol=1e-5 * expected.abs().max().item(), err_msg=name)
+
+
+def load_complete(folder: Path) -> Any:
+    """The model of transformers of the class that config.json names, whose weights are exactly those of the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    model, report = auto_class(config).from_pretrained(folder, output_loading_info=True)
+    assert type(model).__name__ == config["architectures"][0]
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model
+
+
 def assert_adapted_logits(results: list[dict[str, Any]], expected: Any, base: Any, **tolerance: Any) -> None:
     """Compare the logits of all ranks that have some with those of peft, and without adapters with the base model's."""
     seen = [result for result in results if result["base"] is not None]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
@@ -27,7 +28,7 @@ from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler, w
 from nemo_kto.models.gpt import build_chunks
 from nemo_kto.models.lora.adapters import add_adapters, constant_weights, disable_adapters, merge_adapters
 from tests.helpers.engines import split_of
-from tests.helpers.hf_jobs import message_of
+from tests.helpers.hf_jobs import message_of, weighted_logits
 
 ROWS, SEQUENCE, VOCABULARY = 4, 16, 259
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 0.01, 0.1, (0.9, 0.99), 1e-4, 0.05
@@ -125,20 +126,9 @@ def backward(chunks: list[Any]) -> None:
     mine = range(ROWS)[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
 
     def forward(rows: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-        row = next(rows)
-
-        def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            if gpt.config.sequence_parallel:
-                hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden.transpose(0, 1)).transpose(0, 1)
-            else:
-                hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-            weight = gpt.output_weight()
-            first = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
-            part = cotangent(row).to(weight.device)[..., first : first + weight.size(0)]
-            return (hidden @ weight[: part.size(-1)].T * part).sum(), torch.tensor(1, dtype=torch.int), {}
-
-        here = device.current_device()
-        return chunk(tokens(row).to(here), torch.arange(SEQUENCE, device=here)[None], None), loss
+        row, here = next(rows), device.current_device()
+        output = chunk(tokens(row).to(here), torch.arange(SEQUENCE, device=here)[None], None)
+        return output, partial(weighted_logits, gpt, cotangent(row))
 
     with constant_weights(chunks):
         get_forward_backward_func()(
@@ -150,6 +140,15 @@ def backward(chunks: list[Any]) -> None:
             micro_batch_size=1,
             forward_only=False,
         )
+
+
+def train(chunks: list[Any], optimizer: Any, steps: int) -> list[float]:
+    """Take optimizer steps; returns the norms of the gradients."""
+    norms = []
+    for _ in range(steps):
+        backward(chunks)
+        norms.append(float(optimizer.step()[1]))
+    return norms
 
 
 def adding_in_place() -> Any:
@@ -217,12 +216,7 @@ def gradients_and_steps(
         export_adapter(chunks, architecture, out=out / name / "gradients", base_model=folder)
         chunks, architecture = build(folder, layout, settings, **options)
         load_adapter(chunks, architecture, adapter)
-        optimizer = optimizer_of(chunks, distributed=options.get("distributed", True))
-        norms = []
-        for _ in range(3):
-            backward(chunks)
-            _, norm, _ = optimizer.step()
-            norms.append(float(norm))
+        norms = train(chunks, optimizer_of(chunks, distributed=options.get("distributed", True)), 3)
         export_adapter(chunks, architecture, out=out / name / "trained", base_model=folder)
         result[name] = [*norms, _where_zeros_belong(chunks)]
     return result
@@ -238,12 +232,7 @@ def replicated_after_dropout(layout: state.Layout, folder: Path, settings: LoRAS
     state.init_distributed(layout=layout, seed=3)
     chunks, _ = build(folder, layout, settings)
     _perturb_b(chunks)
-    optimizer = optimizer_of(chunks)
-    norms = []
-    for _ in range(2):
-        backward(chunks)
-        norms.append(float(optimizer.step()[1]))
-    replicated = {}
+    norms, replicated = train(chunks, optimizer_of(chunks), 2), {}
     for name, parameter in unwrap_model(chunks[0]).named_parameters():
         if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
             replicated[name] = parameter.detach().numpy().copy()
@@ -282,11 +271,7 @@ def half_precision(layout: state.Layout, folder: Path, adapter: Path, settings: 
     state.init_distributed(layout=layout, seed=3)
     chunks, architecture = build(folder, layout, settings, dtype=torch.bfloat16, distributed=distributed)
     load_adapter(chunks, architecture, adapter)
-    optimizer = optimizer_of(chunks, dtype=torch.bfloat16, distributed=distributed)
-    norms = []
-    for _ in range(3):
-        backward(chunks)
-        norms.append(float(optimizer.step()[1]))
+    norms = train(chunks, optimizer_of(chunks, dtype=torch.bfloat16, distributed=distributed), 3)
     return norms, {str(parameter.dtype) for parameter in chunks[0].parameters()}
 
 
@@ -385,7 +370,6 @@ def _perturb_b(chunks: list[Any]) -> None:
     for name, module in (named for chunk in chunks for named in chunk.named_modules()):
         if hasattr(module, "lora_b"):
             used = module.weight.abs().sum(1, keepdim=True) != 0
-            pattern = torch.linspace(-0.1, 0.1, module.lora_b.size(1), device=used.device) * (
-                2 if name.endswith("linear_qkv") else 1
-            )
+            factor = 2 if name.endswith("linear_qkv") else 1
+            pattern = factor * torch.linspace(-0.1, 0.1, module.lora_b.size(1), device=used.device)
             module.lora_b.data.copy_(pattern * used)

@@ -48,13 +48,29 @@ def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_kto.data.tokens.chat_template._TRIAL_ROWS", 0)
 
 
+def template_files() -> list[Path]:
+    """The chat templates of real models that TRL ships."""
+    trl = pytest.importorskip("trl", reason="TRL ships the templates")
+    files = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    assert len(files) > 60
+    return files
+
+
+def template_of(model: str) -> str:
+    (file,) = [file for file in template_files() if file.stem == model]
+    return file.read_text()
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
+    """The byte-level tokenizer with a chat template."""
+    made: PreTrainedTokenizerBase = make_tokenizer()
+    made.chat_template = template
+    return made
+
+
 @pytest.fixture(params=["qwen2_5", "qwen3"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
-    """The byte-level tokenizer with the chat template of a real model, as TRL ships it."""
-    trl = pytest.importorskip("trl", reason="TRL ships the templates")
-    made: PreTrainedTokenizerBase = make_tokenizer()
-    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text()
-    return made
+    return tokenizer_with(template_of(request.param))
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, record: KTORecord) -> tuple[str, str]:
@@ -140,27 +156,21 @@ def test_a_prompt_that_changes_once_an_answer_follows(
     template: str, prompt: list[dict], answer: str, expected: tuple[str, str]
 ) -> None:
     """The prompt is the one of inference, and the answer ends as the template ends it."""
-    made = make_tokenizer()
-    made.chat_template = template
     (record,) = records_of_row({"prompt": prompt, "response": answer, "label": True}, 1)
-    assert texts(made, record) == expected
+    assert texts(tokenizer_with(template), record) == expected
 
 
 def test_an_answer_whose_beginning_is_ambiguous_is_refused() -> None:
-    made = make_tokenizer()
-    made.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content | upper }}{% endfor %}"
+    template = "{{ messages | length }}{% for message in messages %}{{ message.content | upper }}{% endfor %}"
     (record,) = records_of_row({"prompt": [USER], "response": "yes", "label": True}, 1)
-    (wrong,) = RecordEncoder(tokenizer=made).encode([record])
+    (wrong,) = RecordEncoder(tokenizer=tokenizer_with(template)).encode([record])
     assert isinstance(wrong, RowError)
     assert "must render the prompt the same" in str(wrong)
 
 
 def test_prompts_are_those_of_inference_with_every_template_of_trl() -> None:
-    trl = pytest.importorskip("trl", reason="TRL ships the templates")
-    files = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-    assert len(files) > 60
     made = make_tokenizer()
-    for file in files:
+    for file in template_files():
         made.chat_template = file.read_text()
         for prompt in ([USER], [USER, GOOD, AGAIN]):
             (record,) = records_of_row({"prompt": prompt, "response": "No.", "label": True}, 1)
@@ -182,9 +192,7 @@ def test_prompts_are_those_of_inference_with_every_template_of_trl() -> None:
 
 def test_an_answer_with_thoughts_follows_the_prompt_that_begins_them() -> None:
     """Nemotron 3 writes an answer without thoughts as one to another prompt."""
-    trl = pytest.importorskip("trl", reason="TRL ships the templates")
-    made = make_tokenizer()
-    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / "nemotron_3_nano.jinja").read_text()
+    made = tokenizer_with(template_of("nemotron_3_nano"))
     thoughts = "<think>\nIn June.\n</think>\n\nNo."
     for prompt, answer, expected in (
         ([USER], "No.", ("<|im_start|>assistant\n<think></think>", "No.<|im_end|>")),
@@ -217,6 +225,7 @@ def call(name: str, value: str) -> dict[str, Any]:
     return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": {"city": value}}}
 
 
+SYSTEXT = {"role": "system", "content": "SYSTEXT"}
 QUESTION, FIRST = {"role": "user", "content": "USERTEXT"}, {"role": "user", "content": "FIRSTTEXT"}
 ANSWER, MIDDLE = assistant(content="ANSWERTEXT"), assistant(content="MIDDLETEXT")
 CALLED = assistant(tool_calls=[call("CALLNAME", "CALLVALUE")])
@@ -226,12 +235,9 @@ KINDS: dict[str, tuple[list[dict], dict]] = {
     "question": ([QUESTION], ANSWER),
     "turns": ([FIRST, MIDDLE, QUESTION], ANSWER),
     "developer": ([{"role": "developer", "content": "DEVTEXT"}, QUESTION], ANSWER),
-    "system": ([{"role": "system", "content": "SYSTEXT"}, QUESTION], ANSWER),
-    "late system": ([FIRST, MIDDLE, {"role": "system", "content": "SYSTEXT"}, QUESTION], ANSWER),
-    "two systems": (
-        [{"role": "system", "content": "SYSTEXT"}, {"role": "system", "content": "OTHERTEXT"}, QUESTION],
-        ANSWER,
-    ),
+    "system": ([SYSTEXT, QUESTION], ANSWER),
+    "late system": ([FIRST, MIDDLE, SYSTEXT, QUESTION], ANSWER),
+    "two systems": ([SYSTEXT, {"role": "system", "content": "OTHERTEXT"}, QUESTION], ANSWER),
     "function": ([QUESTION, MIDDLE, {"role": "function", "name": "f", "content": "RESULTTEXT"}], ANSWER),
     "result": ([QUESTION, CALLED, RESULT], ANSWER),
     "call": ([QUESTION], CALLED),
@@ -253,9 +259,6 @@ def texts_of(*messages: dict) -> set[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_template_of_trl_loses_text(kind: str) -> None:
     """A row is trained whole, as the continuation of a prompt of inference, or refused because a text would be lost."""
-    trl = pytest.importorskip("trl", reason="TRL ships the templates")
-    files = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-    assert len(files) > 60
     prompt, answer = KINDS[kind]
     row: dict[str, Any] = {"prompt": prompt, "response": [answer], "label": True}
     tools = [{"type": "function", "function": {"name": "TOOLNAME", "description": "", "parameters": {}}}]
@@ -263,7 +266,7 @@ def test_no_template_of_trl_loses_text(kind: str) -> None:
     (record,) = records_of_row({**row, "tools": tools}, 1)
     wanted, trained = texts_of(*prompt, answer, *tools), 0
     made = make_tokenizer()
-    for file in files:
+    for file in template_files():
         made.chat_template = file.read_text()
         encoder = RecordEncoder(tokenizer=made)
         (example,) = encoder.encode([record])
@@ -292,12 +295,8 @@ def test_no_template_of_trl_loses_text(kind: str) -> None:
             begun, closed = (shown.rstrip().endswith(tag) for tag in ("<think>", "</think>"))
             tags = rest.count("<think>"), rest.count("</think>")
             assert tags == (0, 1) if begun else tags in ([(0, 0)] if closed else [(0, 0), (1, 1)]), (file.name, rest)
-            assert not is_only_end(made, example.response_ids), file.name
+            assert made.decode(example.response_ids, skip_special_tokens=True).strip(), f"{file.name}: only an end"
     assert trained >= 14
-
-
-def is_only_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> bool:
-    return not tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
 # As in Nemotron Nano 2: the prompt begins thoughts, and the last answer follows it as it is; a call begins another turn.
@@ -336,6 +335,7 @@ ALWAYS = "{% for message in messages %}<START_OF_TURN>{{ message.content }}<E>{%
 QWEN = "qwen3_5_nothink"  # prompts have closed thoughts
 THOUGHTS = {**GOOD, "reasoning_content": "31 degrees"}
 BESIDE = assistant(content="<think>\n31 degrees\n</think>\n\nYes, it is.")
+WRITTEN_CALL = '{"name": "CALLNAME", "arguments": {"city": "CALLVALUE"}}'
 ASKED = "<|im_start|>user\nIs it warm in Paris?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -352,21 +352,11 @@ ASKED = "<|im_start|>user\nIs it warm in Paris?<|im_end|>\n<|im_start|>assistant
         (NANO, {**CALLED, "content": "Yes."}, None),
         (MINIMAX, GOOD, ("[assistant]\n<think>\n", "\n</think>\n\nYes, it is.[e]\n<|im_end|>")),
         (MINIMAX, THOUGHTS, ("[assistant]\n<think>\n", "31 degrees\n</think>\n\nYes, it is.[e]\n<|im_end|>")),
-        (
-            MINIMAX,
-            CALLED,
-            (
-                "[assistant]\n<think>\n",
-                '\n</think>\n\n<call>{"name": "CALLNAME", "arguments": {"city": "CALLVALUE"}}[e]\n<|im_end|>',
-            ),
-        ),
+        (MINIMAX, CALLED, ("[assistant]\n<think>\n", f"\n</think>\n\n<call>{WRITTEN_CALL}[e]\n<|im_end|>")),
         (
             GIGACHAT,
             {**CALLED, "content": "Yes."},
-            (
-                "assistant<R>\n",
-                'Yes.<M>\nfunction call<R>\n{"name": "CALLNAME", "arguments": {"city": "CALLVALUE"}}<M>\n<|im_end|>',
-            ),
+            ("assistant<R>\n", f"Yes.<M>\nfunction call<R>\n{WRITTEN_CALL}<M>\n<|im_end|>"),
         ),
         (ALWAYS, GOOD, None),
         (DEEPSEEK, GOOD, ("?<A></think>", "Yes, it is.<E><|im_end|>")),
@@ -379,11 +369,7 @@ ASKED = "<|im_start|>user\nIs it warm in Paris?<|im_end|>\n<|im_start|>assistant
     ],
 )
 def test_thoughts_continue_the_prompt_of_inference(template: str, answer: dict, expected: tuple[str, str] | None) -> None:
-    made = make_tokenizer()
-    if template == QWEN:
-        trl = pytest.importorskip("trl", reason="TRL ships the templates")
-        template = (Path(trl.__file__).parent / "chat_templates" / f"{QWEN}.jinja").read_text()
-    made.chat_template = template
+    made = tokenizer_with(template_of(QWEN) if template == QWEN else template)
     row = {"prompt": [USER], "response": [answer], "label": True}
     ignored = {"chat_template_kwargs": {"enable_thinking": False}} if template == MINIMAX else {}
     (record,) = records_of_row({**row, **ignored}, 1)
@@ -403,10 +389,8 @@ def test_an_answer_ends_with_the_token_that_begins_the_next_turn_if_no_other_end
     declared: list[str] | None, tmp_path: Path
 ) -> None:
     """GLM 4.5 stops at the role of the next turn, which its generation_config.json declares."""
-    trl = pytest.importorskip("trl", reason="TRL ships the templates")
-    made = make_tokenizer()
+    made = tokenizer_with(template_of("glm4moe"))
     made.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|observation|>"]})
-    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / "glm4moe.jinja").read_text()
     if declared is not None:
         made.save_pretrained(tmp_path)
         made.name_or_path = str(tmp_path)
@@ -416,24 +400,21 @@ def test_an_answer_ends_with_the_token_that_begins_the_next_turn_if_no_other_end
         for prompt in ([USER], [USER, GOOD, AGAIN]):
             (record,) = records_of_row({"prompt": prompt, "response": [answer], "label": True}, 1)
             _, rest = texts(made, record)
-            assert rest.endswith(
-                ("is." if answer is not CALLED else "</tool_call>") + (end if declared != ["<|im_end|>"] else "<|im_end|>")
-            )
+            last = "is." if answer is not CALLED else "</tool_call>"
+            assert rest.endswith(last + (end if declared != ["<|im_end|>"] else "<|im_end|>"))
 
 
 def test_texts_of_earlier_answers_that_a_template_takes_for_thoughts_are_not_lost() -> None:
     """gpt-oss leaves the text beside a call out once an answer follows; Llama 3.1 never writes it."""
-    trl = pytest.importorskip("trl", reason="TRL ships the templates")
-    made, folder = make_tokenizer(), Path(trl.__file__).parent / "chat_templates"
-    spoken = {**CALLED, "content": "Let me see."}
+    made, spoken = make_tokenizer(), {**CALLED, "content": "Let me see."}
     for prompt, is_shown in (([USER, spoken, RESULT], True), ([USER, spoken, RESULT, GOOD, AGAIN], False)):
         (record,) = records_of_row({"prompt": prompt, "response": [BAD], "label": True}, 1)
-        made.chat_template = (folder / "gptoss.jinja").read_text()
+        made.chat_template = template_of("gptoss")
         shown, answer = texts(made, record)
         assert shown == made.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         assert ("Let me see." in shown) is is_shown
         assert answer == "<|channel|>final<|message|>No.<|return|><|im_end|>"
-        made.chat_template = (folder / "llama3_1.jinja").read_text()
+        made.chat_template = template_of("llama3_1")
         (wrong,) = RecordEncoder(tokenizer=made).encode([record])
         assert isinstance(wrong, LostTextError)
         assert str(wrong) == Message('the content of messages of the role "assistant"', "chat template")

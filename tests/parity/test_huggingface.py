@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
 from tests import families
@@ -69,20 +69,14 @@ def test_logits_weights_and_exports(
     results = ranks.run(world_size, hf_jobs.check_models, of_ranks, folders.of(names), tmp_path)
     for name, folder in folders.of(names).items():
         expected = hf_models.transformers_logits(folder)
-        found = [result[name] for result in results if result[name] is not None]
-        assert found
-        near: dict[str, Any] = {"rtol": 0, "atol": 1e-5 * expected.abs().max().item(), "err_msg": name}
-        for logits in found:
-            np.testing.assert_allclose(logits, expected.numpy(), **near)
+        hf_models.assert_logits([result[name] for result in results], expected, name=name)
         before, after = weights(folder), weights(tmp_path / name)
         assert before.keys() == after.keys()
         for weight, tensor in before.items():
             assert after[weight].dtype == tensor.dtype
             assert torch.equal(after[weight], tensor), f"{name} {weight}"
         if kind == "mixtures" or name in TIED:
-            model, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
-            assert not report["missing_keys"]
-            assert not report["unexpected_keys"]
+            model = hf_models.load_complete(tmp_path / name)
             assert torch.equal(model.eval()(hf_models.tokens()).logits, expected), name
             assert (model.dtype, model.config.vocab_size) == (torch.float32, 259)
             assert model.config.tie_word_embeddings is TIED.get(name, model.config.tie_word_embeddings)
@@ -105,7 +99,7 @@ def test_llama4_routes_by_logits_if_sigmoids_are_equal(ranks: Any, tmp_path: Pat
         save_file({name: routers.get(name, values) for name, values in load_file(file).items()}, file, {"format": "pt"})
     (result,) = ranks.run(1, hf_jobs.check_models, Layout(), {"sure": sure}, tmp_path / "out")
     expected = hf_models.transformers_logits(sure)
-    np.testing.assert_allclose(result["sure"], expected.numpy(), rtol=0, atol=1e-5 * expected.abs().max().item())
+    hf_models.assert_logits([result["sure"]], expected)
 
 
 @cases(dense="tp1", mixtures="one")

@@ -152,10 +152,7 @@ def test_text_is_trained_and_the_rest_copied(case: str, ranks: Any, folders: Any
     for name, folder in folders.of(names).items():
         source = hf_models.load(folder).eval()
         expected = source(hf_models.tokens()).logits.detach()
-        for logits in (result[name] for result in results if result[name] is not None):
-            np.testing.assert_allclose(
-                logits, expected.numpy(), rtol=0, atol=1e-5 * expected.abs().max().item(), err_msg=name
-            )
+        hf_models.assert_logits([result[name] for result in results], expected, name=name)
         before, after = weights(folder), weights(tmp_path / name)
         assert before.keys() == after.keys()
         for weight, tensor in before.items():
@@ -165,10 +162,7 @@ def test_text_is_trained_and_the_rest_copied(case: str, ranks: Any, folders: Any
         if "text_config" in config and not config["tie_word_embeddings"]:
             config["text_config"] |= {key: False for key in config["text_config"] if key == "tie_word_embeddings"}
         assert json.loads((tmp_path / name / "config.json").read_text()) == config
-        model, report = hf_models.auto_class(config).from_pretrained(tmp_path / name, output_loading_info=True)
-        assert type(model).__name__ == config["architectures"][0]
-        assert not report["missing_keys"]
-        assert not report["unexpected_keys"]
+        model = hf_models.load_complete(tmp_path / name)
         found = model.state_dict()
         for weight, tensor in source.state_dict().items():
             assert torch.equal(found[weight], tensor * FACTOR if of_text(weight) else tensor), f"{name} {weight}"
@@ -194,11 +188,8 @@ def test_gradients_of_the_text_equal_transformers(case: str, ranks: Any, folders
     plain = folders.of(name for name in names if "/" not in name)
     ranks.run(2, hf_jobs.check_gradients, layout, plain, tmp_path)
     for name, folder in plain.items():
-        before, found, expected = (
-            weights(folder),
-            weights(tmp_path / name),
-            hf_models.gradients(folder, tmp_path / f"{name}-all"),
-        )
+        before, found = weights(folder), weights(tmp_path / name)
+        expected = hf_models.gradients(folder, tmp_path / f"{name}-all")
         assert before.keys() == found.keys() == expected.keys()
         for weight, gradient in expected.items():
             wanted, atol = (gradient, 2e-5 * gradient.abs().max().item()) if of_text(weight) else (before[weight], 0)
@@ -293,8 +284,7 @@ BEGINNINGS = {
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [pytest.param(["transformers_4.4x"], id="quick"), pytest.param([*BEGINNINGS], id="all", marks=pytest.mark.full)],
+    "kinds", [pytest.param(["transformers_4.4x"], id="quick"), pytest.param([*BEGINNINGS], id="all", marks=pytest.mark.full)]
 )
 def test_adapters_under_other_names(kinds: list[str], ranks: Any, folders: Any, tmp_path: Path) -> None:
     """They are read bit for bit, and exported and given to PEFT, as in chat, under the names of its modules.

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -201,20 +200,14 @@ def test_logits_and_exports_are_those_of_the_dequantized_model(ranks: Any, folde
     results = ranks.run(2, hf_jobs.check_models, layout, {form: folders / form for form in MODELS}, tmp_path)
     for form in MODELS:
         expected = hf_models.transformers_logits(folders / f"{form}-plain")
-        near: dict[str, Any] = {"rtol": 0, "atol": 1e-5 * expected.abs().max().item(), "err_msg": form}
-        for result in results:
-            np.testing.assert_allclose(result[form], expected.numpy(), **near)
+        assert all(result[form] is not None for result in results)
+        hf_models.assert_logits([result[form] for result in results], expected, name=form)
         wanted, found = hf_models.weights(folders / f"{form}-plain"), hf_models.weights(tmp_path / form)
         assert wanted.keys() == found.keys()
         for weight, values in wanted.items():
             assert torch.equal(found[weight].float(), values), f"{form} {weight}"
         assert "quantization_config" not in json.loads((tmp_path / form / "config.json").read_text())
-        model, report = hf_models.auto_class(
-            config := json.loads((tmp_path / form / "config.json").read_text())
-        ).from_pretrained(tmp_path / form, output_loading_info=True)
-        assert type(model).__name__ == config["architectures"][0]
-        assert not report["missing_keys"]
-        assert not report["unexpected_keys"]
+        hf_models.load_complete(tmp_path / form)
 
 
 @pytest.mark.parametrize("form", MODELS)

@@ -65,10 +65,7 @@ DEEPSEEK_V3 = replace(
     flags={},
     own=("attention_bias", *_LATENT),
     rope_own=("mscale_all_dim",),
-    numbers={
-        "head_dim": lambda config: max(config.qk_head_dim, config.v_head_dim),
-        "attention_multiplier": _scale,
-    },
+    numbers={"head_dim": lambda config: max(config.qk_head_dim, config.v_head_dim), "attention_multiplier": _scale},
     own_head_dim=True,
     partial_rotary=False,
     mixers=_mixers,

@@ -74,10 +74,7 @@ GRANITE = replace(
 _INPUT, _OUTPUT = "shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"
 _MLPS = renamed(
     without(DENSE, "mlp.linear_fc1.bias", "mlp.linear_fc2.bias"),
-    {
-        "mlp.linear_fc1.weight": {_INPUT: ("gate_and_up", "hidden")},
-        "mlp.linear_fc2.weight": {_OUTPUT: ("hidden", "ffn")},
-    },
+    {"mlp.linear_fc1.weight": {_INPUT: ("gate_and_up", "hidden")}, "mlp.linear_fc2.weight": {_OUTPUT: ("hidden", "ffn")}},
 )
 _BLOCK = "block_sparse_moe"
 # the MLP of a layer without experts is the shared expert of a layer with experts

@@ -21,12 +21,7 @@ HUNYUAN_DENSE = Family(
     hf_architecture="HunYuanDenseV1ForCausalLM",
     published="Hunyuan 0.5B to 7B",
     mappings=DENSE + NORMS_AFTER_ROPE,
-    flags={
-        "qkv_bias": "attention_bias",
-        "output_bias": "attention_bias",
-        "qk_norm": True,
-        "qk_norm_after_rope": True,
-    },
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "qk_norm": True, "qk_norm_after_rope": True},
 )
 # experts in every layer, and a shared one of the same width without a gate
 HUNYUAN_MOE = replace(

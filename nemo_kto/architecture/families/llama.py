@@ -162,11 +162,7 @@ PHI3 = Family(
     hf_architecture="Phi3ForCausalLM",
     published="Phi-3 mini, medium, Phi-3.5 mini, Phi-4, Phi-4-mini",
     mappings=renamed(
-        DENSE,
-        {
-            "self_attention.linear_qkv.weight": {"self_attn.qkv_proj.weight": ("query_key_value", "hidden")},
-            **GATE_UP,
-        },
+        DENSE, {"self_attention.linear_qkv.weight": {"self_attn.qkv_proj.weight": ("query_key_value", "hidden")}, **GATE_UP}
     ),
     window=SLIDING,
     renewed=_phi3_renewed,

@@ -36,10 +36,5 @@ EXAONE4 = replace(
 )
 # a sliding window in three of four layers, whose RoPE is not scaled
 OLMO3 = replace(
-    OLMO2,
-    name="olmo3",
-    hf_architecture="Olmo3ForCausalLM",
-    published="OLMo 3",
-    window=SLIDING_LAYERS,
-    local_rope=True,
+    OLMO2, name="olmo3", hf_architecture="Olmo3ForCausalLM", published="OLMo 3", window=SLIDING_LAYERS, local_rope=True
 )

@@ -17,26 +17,57 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from nemo_kto.device import device
-from nemo_kto.distributed.collectives import (
-    from_last_stage,
-    leads_context_parallel,
-    sum_over_context_parallel,
-)
+from nemo_kto.distributed.collectives import from_last_stage, leads_context_parallel, sum_over_context_parallel
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logits, vocab_parallel_logprobs
 from nemo_kto.distributed.state import max_over_ranks
-from nemo_kto.layers.moe import balance_sums, experts_span_copies, routers
+from nemo_kto.layers.mlp import balance_sums, experts_span_copies, routers
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
-from nemo_kto.models.engine.message_shapes import MessageShapes
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch, joined
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import constant_weights
+
+Shape = tuple[int, int, int]
+"""Tokens of a rank, sequences (1 if they are packed), hidden size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageShapes:
+    """Shapes of the tensors that a rank will receive in one run of the pipeline schedule, in the order of their arrival.
+
+    Micro-batches have different widths. All stages form them from the same sequences, so they need not send the shapes.
+    ``device.patches`` makes megatron-core read them from here.
+    """
+
+    hidden_states: Iterator[Shape]  # from the previous stage
+    gradients: Iterator[Shape]  # from the next stage
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch], config: TransformerConfig) -> MessageShapes:
+        """Return the shapes for the micro-batches of a run, in the order of megatron-core's schedule for ``config``."""
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [(each.tokens_bs.shape[1] // shards, len(each.tokens_bs), config.hidden_size) for each in micro_batches]
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        # (micro-batch, chunk); backward passes have the same micro-batches in this order, and the chunks in reverse
+        table: list[tuple[int, int]] = get_schedule_table(
+            len(shapes), chunks, config.microbatch_group_size_per_vp_stage if chunks > 1 else 1
+        )
+        received = [shapes[number] for number, _ in table]
+        # The first stage receives the hidden states of the last one, except those of its last chunk; the last stage receives
+        # the gradients of the first one, except those of its first chunk.
+        at_end = [shapes[number] for number, chunk in table if chunk < chunks - 1]
+        return cls(
+            hidden_states=iter(at_end if parallel_state.is_pipeline_first_stage() else received),
+            gradients=iter(at_end if parallel_state.is_pipeline_last_stage() else received),
+        )
 
 
 class LogProbs(NamedTuple):
@@ -160,7 +191,6 @@ class LogProbEngine:
                 schedule(collect_non_loss_data=True)
 
     def _forward_limits(self, sequences: SequenceBatch) -> MicroBatchLimits:
-        """Return the size limits of a micro-batch of a pass without gradient."""
         return self.limits.forward_only(self.forward_micro_batch_size, answers=sequences.answers)
 
     def forward_backward(
@@ -188,7 +218,7 @@ class LogProbEngine:
             return schedule()
 
     def balance_sums(self) -> dict[str, float]:
-        """Return :func:`~nemo_kto.layers.moe.balance_sums` of the last forward and backward passes; collective."""
+        """Return :func:`~nemo_kto.layers.mlp.balance_sums` of the last forward and backward passes; collective."""
         return balance_sums(self.chunks)
 
     def zero_grad(self) -> None:
@@ -251,20 +281,15 @@ class LogProbEngine:
             return kept
         for labels_BS in sequences.label_sets:
             check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
+        agree: Callable[[int], int] = int
+        # Data-parallel ranks among which experts are partitioned exchange tokens in every pass, so they must run the same
+        # number of passes: a rank with fewer micro-batches adds empty ones.
+        if experts_span_copies(self._config):
+            agree = partial(max_over_ranks, group=parallel_state.get_data_parallel_group())
         rank = parallel_state.get_context_parallel_rank()
-        micro_batches = sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
+        micro_batches = sequences.micro_batches(limits, context_rank=rank, agree=agree)
         sequences.kept[limits] = micro_batches
         return micro_batches
-
-    def _agree(self) -> Callable[[int], int]:
-        """Return a function from the number of micro-batches that this rank needs to the number that it runs; collective.
-
-        Data-parallel ranks among which experts are partitioned exchange tokens in every pass, so they must run the same
-        number of passes: a rank with fewer micro-batches adds empty ones.
-        """
-        if not experts_span_copies(self._config):
-            return int
-        return partial(max_over_ranks, group=parallel_state.get_data_parallel_group())
 
     @contextlib.contextmanager
     def _mode(self, *, forward_only: bool) -> Iterator[None]:
@@ -366,11 +391,7 @@ class LogProbEngine:
     def _over_tokens(self, micro_batch: MicroBatch, values_T: Tensor, *, average: bool) -> Tensor:
         """Return sum or mean of token values for each log-prob, [b] or [2b] fp32."""
         return sequence_sums(
-            values_T,
-            micro_batch.logprob_T,
-            micro_batch.num_logprobs,
-            average=average,
-            over_ranks=sum_over_context_parallel,
+            values_T, micro_batch.logprob_T, micro_batch.num_logprobs, average=average, over_ranks=sum_over_context_parallel
         )
 
     def _response_logits(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:

@@ -69,11 +69,14 @@ def generate(
         if must_stop():
             return None
         sequences = [[*prompts[number], *answers[number]] for number in active]
-        logits_BV = engine.next_token_logits(_batch(sequences, collate))
+        # collated as in training, each with one response token, whose value is not used
+        examples = [KTOExample(prompt_ids=ids, response_ids=[collate["eos_id"]], desirable=True) for ids in sequences]
+        batch = kto_custom_collate(examples, **collate, with_kl=False)
+        collated = SequenceBatch.of(batch["samples"], batch["sample_labels"], batch["sample_lengths"])
+        logits_BV = engine.next_token_logits(collated)
         # on the host, so that ranks with the same logits choose the same token
-        uniform_B = torch.tensor(
-            [uniform(decoding.seed, number, len(answers[number])) for number in active], dtype=torch.float64
-        )
+        numbers = [uniform(decoding.seed, number, len(answers[number])) for number in active]
+        uniform_B = torch.tensor(numbers, dtype=torch.float64)
         chosen_B = choose_tokens(
             logits_BV.cpu(), uniform_B, temperature=decoding.temperature, top_p=decoding.top_p, top_k=decoding.top_k
         )
@@ -83,13 +86,6 @@ def generate(
         active = [number for number in active if not decoding.is_complete(prompts[number], answers[number])]
     by_number = ChainMap(*state.gather(answers))
     return [by_number[number] for number in range(len(prompts))]
-
-
-def _batch(sequences: Sequence[Sequence[int]], collate: dict[str, Any]) -> SequenceBatch:
-    """Collate the sequences as in training, each with one response token, whose value is not used."""
-    examples = [KTOExample(prompt_ids=ids, response_ids=[collate["eos_id"]], desirable=True) for ids in sequences]
-    batch = kto_custom_collate(examples, **collate, with_kl=False)
-    return SequenceBatch.of(batch["samples"], batch["sample_labels"], batch["sample_lengths"])
 
 
 def choose_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_p: float, top_k: int = 0) -> Tensor:

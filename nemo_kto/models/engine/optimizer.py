@@ -276,10 +276,9 @@ class Bf16MomentsAdamW(torch.optim.AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in counters:
-                moments = {name: state_dict["state"][number][name] for name in MOMENTS}
-                self.state[parameter].update(
-                    {name: moment.to(parameter.device, torch.bfloat16) for name, moment in moments.items()}
-                )
+                for name in MOMENTS:
+                    moment = state_dict["state"][number][name]
+                    self.state[parameter][name] = moment.to(parameter.device, torch.bfloat16)
 
 
 def with_bf16_moments(optimizer: torch.optim.Optimizer) -> Bf16MomentsAdamW:

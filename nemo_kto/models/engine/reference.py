@@ -22,7 +22,7 @@ from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.collectives import leads_context_parallel
 from nemo_kto.errors import UserError
-from nemo_kto.model_files.content_hashes import content_hash, model_files
+from nemo_kto.model_files.model_folders import content_hash, model_files
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes

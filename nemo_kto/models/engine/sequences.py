@@ -316,9 +316,7 @@ class SequenceBatch:
 
     def _segments(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> list[Segment]:
         """Return the segments of a pack; with shared prompts, each prompt is followed by its answers."""
-        lengths, prompt_lengths = (
-            values_B[sequence_index_b].tolist() for values_B in (self.lengths_B, self.prompt_lengths_B)
-        )
+        lengths = self.lengths_B[sequence_index_b].tolist()
         if not limits.share_prompts:
             return [Segment(k, 0, length, None) for k, length in enumerate(lengths)]
         groups: dict[int, list[int]] = {}
@@ -329,7 +327,7 @@ class SequenceBatch:
             if not others:
                 segments.append(Segment(first, 0, lengths[first], None))
                 continue
-            prompt, shared = len(segments), prompt_lengths[first]
+            prompt, shared = len(segments), int(self.prompt_lengths_B[sequence_index_b[first]])
             segments.append(Segment(first, 0, shared, None))
             segments += [Segment(k, shared, lengths[k], prompt) for k in (first, *others)]
         return segments
@@ -420,12 +418,9 @@ def _token_indices(segments: Sequence[Segment], lengths: Sequence[int], sequence
     """Return the index in the pack of each token of a sequence, [T]; several sequences may have the same one."""
     begins = (0, *accumulate(lengths))
     last = {segment.sequence: number for number, segment in enumerate(segments)}  # the segment after a shared prompt
-    start_b, own_b, prompt_b = torch.tensor(
-        [
-            (segments[last[k]].start, begins[last[k]] - segments[last[k]].start, begins[segments[last[k]].prompt or 0])
-            for k in range(len(last))
-        ]
-    ).T
+    own = [(begins[last[k]], segments[last[k]]) for k in range(len(last))]
+    starts = [(segment.start, begin - segment.start, begins[segment.prompt or 0]) for begin, segment in own]
+    start_b, own_b, prompt_b = torch.tensor(starts).T
     is_own_T = position_T >= start_b[sequence_T]
     return torch.where(is_own_T, own_b[sequence_T], prompt_b[sequence_T]) + position_T
 

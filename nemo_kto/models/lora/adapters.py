@@ -68,9 +68,8 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     if problem := embedding_problem(settings, tied=architecture.tied):
         raise UserError(f"adapters {problem}")
     if settings.layers is not None and max(settings.layers) > architecture.num_layers:
-        raise UserError(
-            f"layers to adapt must be from 1 to {architecture.num_layers}, the number of layers, got {list(settings.layers)}"
-        )
+        layers = f"from 1 to {architecture.num_layers}, the number of layers"
+        raise UserError(f"layers to adapt must be {layers}, got {list(settings.layers)}")
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     for mapping in adapted_mappings(architecture, settings):

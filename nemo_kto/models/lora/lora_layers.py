@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.lora import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.device import device
-from nemo_kto.layers.linear import ReplicatedLinear
+from nemo_kto.layers.mixer_module import ReplicatedLinear
 from nemo_kto.models.gpt import SparseGradEmbedding
 
 Metadata = dict[str, torch.distributed.ProcessGroup]  # process groups that megatron-core passes to every layer

@@ -18,8 +18,7 @@ from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import NewFolder, check_target
-from nemo_kto.huggingface.rank_weights import ENGINE_NAMES
-from nemo_kto.huggingface.weight_stream import FileWeights
+from nemo_kto.huggingface.rank_weights import ENGINE_NAMES, FileWeights
 from nemo_kto.mixers.param_mapping import ParamMapping, Split
 from nemo_kto.model_files.companion_files import copy_companions, with_dtype
 from nemo_kto.model_files.safetensors_files import INDEX, is_our_model, write_shards

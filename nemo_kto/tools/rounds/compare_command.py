@@ -14,7 +14,7 @@ import click
 
 from nemo_kto.cli.command import command
 from nemo_kto.errors import UserError, error_of, plural
-from nemo_kto.model_files.content_hashes import quick_hash
+from nemo_kto.model_files.model_folders import quick_hash
 from nemo_kto.records.run_record import ComparisonResult, is_run, record_comparison
 from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.named_models import find_model, load_reward_model

@@ -14,7 +14,7 @@ import click
 from nemo_kto.cli.command import command
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
-from nemo_kto.model_files.content_hashes import quick_hash
+from nemo_kto.model_files.model_folders import quick_hash
 from nemo_kto.model_files.tokenizer_files import has_chat_template
 from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.named_models import base_of_adapters, find_model, load_models

@@ -28,26 +28,6 @@ BASE: dict[str, Any] = {
     "rope_theta": 5e5,
     "rms_norm_eps": 1e-5,
 }
-MODEL_TYPES = {
-    "Cohere2ForCausalLM": "cohere2",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "GptOssForCausalLM": "gpt_oss",
-    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
-    "GraniteForCausalLM": "granite",
-    "Llama4ForCausalLM": "llama4_text",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Olmo2ForCausalLM": "olmo2",
-    "Olmo3ForCausalLM": "olmo3",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "SeedOssForCausalLM": "seed_oss",
-    "SmolLM3ForCausalLM": "smollm3",
-}
 
 
 def folder(tmp_path: Path, **changes: Any) -> Path:
@@ -56,13 +36,12 @@ def folder(tmp_path: Path, **changes: Any) -> Path:
 
 
 def of(architecture: str) -> dict[str, Any]:
-    return {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+    return {"architectures": [architecture], "model_type": FAMILIES[architecture].name}
 
 
 ROUTED = {**of("Glm4MoeForCausalLM"), "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
-
-
 HUNYUAN = {**of("HunYuanMoEV1ForCausalLM"), "num_experts": 4, "moe_topk": 2}
+LLAMA4, SMOLLM3 = of("Llama4ForCausalLM"), of("SmolLM3ForCausalLM")
 
 
 def test_routers(tmp_path: Path) -> None:
@@ -83,13 +62,13 @@ def test_routers(tmp_path: Path) -> None:
 
 
 LATENT: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 8,
+    **of("DeepseekV3ForCausalLM"), "num_key_value_heads": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8,
     "moe_intermediate_size": 12, "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5},
 }  # fmt: skip
 
 
-V2 = {**LATENT, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_experts_per_tok": 6}
+V2 = {**LATENT, **of("DeepseekV2ForCausalLM"), "num_experts_per_tok": 6}
 
 
 def test_latent_attention(tmp_path: Path) -> None:
@@ -206,7 +185,7 @@ def test_numbers_of_gpt_oss(tmp_path: Path) -> None:
 def test_llama4_as_published(tmp_path: Path) -> None:
     """Every fourth layer sees everything and has no rope; the others see chunks of 8192 tokens."""
     given = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size_mlp": 192}
-    read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
+    read = read_architecture(folder(tmp_path, **LLAMA4, **given), tensor_parallel=1)
     assert (read.head_dim, read.ffn_hidden_size, read.qkv_bias, read.qk_norm) == (128, 192, False, False)
     assert (read.windows, read.family.chunked) == ((8192, 8192, 8192, None), True)
     assert (read.rotates, read.family.interleaved_rotary, read.rotated_norm) == ((True, True, True, False), True, True)
@@ -240,7 +219,7 @@ QWEN3_NEXT = {
 
 def test_qwen3_next_as_published(tmp_path: Path) -> None:
     """Every fourth layer has attention, which rotates a quarter of each head."""
-    given = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **QWEN3_NEXT}
+    given = {**of("Qwen3NextForCausalLM"), **QWEN3_NEXT}
     read = read_architecture(folder(tmp_path, **given), tensor_parallel=8)
     net = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
     assert read.mixers == (net, net, net, SOFTMAX_ATTENTION)
@@ -275,7 +254,7 @@ GRANITE_4_H_TINY = {
 
 def test_granite_4_as_published(tmp_path: Path) -> None:
     """Layers have a mixer, and experts beside a shared one, or an MLP as wide; all of Granite 4.0 Micro's have attention."""
-    given = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", **GRANITE_4_H_TINY}
+    given = {**of("GraniteMoeHybridForCausalLM"), **GRANITE_4_H_TINY}
     read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
     mamba = Mamba2(heads=48, groups=1, head_dim=64, state_dim=128, kernel=4, step_limits=(0.0, math.inf))
     assert read.mixers == (mamba, mamba, SOFTMAX_ATTENTION, mamba)
@@ -298,7 +277,7 @@ def test_granite_4_as_published(tmp_path: Path) -> None:
 
 def test_nemotron_as_published(tmp_path: Path) -> None:
     """Each layer has a mixer, or an MLP or experts; steps have the limits of time_step_limit, not time_step_min."""
-    given = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", **NEMOTRON_3_NANO}
+    given = {**of("NemotronHForCausalLM"), **NEMOTRON_3_NANO}
     read = read_architecture(folder(tmp_path, **given), tensor_parallel=4)
     mamba = Mamba2(heads=64, groups=8, head_dim=64, state_dim=128, kernel=4, step_limits=(0.0, 100.0))
     assert read.mixers == (mamba, NO_MIXER, mamba, SOFTMAX_ATTENTION, NO_MIXER, mamba, NO_MIXER)
@@ -322,7 +301,7 @@ def test_nemotron_as_published(tmp_path: Path) -> None:
     ],
 )
 def test_layers_of_llama4_with_experts(tmp_path: Path, changes: dict[str, Any], sparse: tuple[bool, ...]) -> None:
-    given = {**BASE, **of("Llama4ForCausalLM"), **changes}
+    given = {**BASE, **LLAMA4, **changes}
     read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
     assert read.sparse_layers == sparse
     assert read.family.experts is not None
@@ -330,25 +309,20 @@ def test_layers_of_llama4_with_experts(tmp_path: Path, changes: dict[str, Any], 
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+# in the form of transformers 5
+ROPES = {
+    "full_attention": {**LINEAR, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "theta", "factor", "local_theta"),
     [
-        # as published: the old form, and the form of transformers 5
+        # as published, in the old form
         ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": LINEAR}, 1e6, 8.0, 3e4),
         ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": None}, 1e6, 1.0, 3e4),
-        (
-            {
-                "rope_parameters": {
-                    "full_attention": {**LINEAR, "rope_theta": 1e6},
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
-                }
-            },
-            1e6,
-            8.0,
-            3e4,
-        ),
+        ({"rope_parameters": ROPES}, 1e6, 8.0, 3e4),
         ({"rope_theta": 2e6}, 2e6, 1.0, 1e4),  # transformers' default
     ],
 )
@@ -364,6 +338,9 @@ def test_gemma3_has_two_ropes(
     assert (read.qk_norm, read.attention_softcap, read.logit_softcap) == (True, None, None)
 
 
+CHUNKS, FULL, CHUNKED = {"attention_chunk_size": 16}, "full_attention", "chunked_attention"
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "windows"),
     [
@@ -373,18 +350,10 @@ def test_gemma3_has_two_ropes(
         ("Phi3ForCausalLM", {}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
-        ("Llama4ForCausalLM", {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1]}, (16, None, 16)),
+        ("Llama4ForCausalLM", {**CHUNKS, "no_rope_layers": [1, 0, 1]}, (16, None, 16)),
         # as published: every fourth layer
-        (
-            "Llama4ForCausalLM",
-            {"attention_chunk_size": 16, "no_rope_layers": [], "num_hidden_layers": 4},
-            (16, 16, 16, None),
-        ),
-        (
-            "Llama4ForCausalLM",
-            {"attention_chunk_size": 16, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
-            (None, None, 16),
-        ),
+        ("Llama4ForCausalLM", {**CHUNKS, "no_rope_layers": [], "num_hidden_layers": 4}, (16, 16, 16, None)),
+        ("Llama4ForCausalLM", {**CHUNKS, "layer_types": [FULL, FULL, CHUNKED]}, (None, None, 16)),
         ("Qwen2MoeForCausalLM", {"sliding_window": 0, "use_sliding_window": False}, (None, None, None)),
         ("Qwen2MoeForCausalLM", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, (9, None, None)),
     ],
@@ -403,8 +372,7 @@ def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], win
     ],
 )
 def test_layers_without_rotary_embeddings(tmp_path: Path, changes: dict[str, Any], rotates: tuple[bool, ...]) -> None:
-    smollm3 = folder(tmp_path, **of("SmolLM3ForCausalLM"), **changes)
-    assert read_architecture(smollm3, tensor_parallel=1).rotates == rotates
+    assert read_architecture(folder(tmp_path, **SMOLLM3, **changes), tensor_parallel=1).rotates == rotates
 
 
 @pytest.mark.parametrize(("part", "channels"), [(1.0, 8), (0.75, 6), (0.5, 4)])
@@ -485,23 +453,14 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         ({**V2, "topk_method": "greedy", "n_group": 4, "topk_group": 4}, Message("topk_method", "n_group", "4", "choose")),
         ({**of("SeedOssForCausalLM"), "mlp_bias": True}, Message("mlp_bias=true", "attention_out_bias=false")),
         (
-            {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-            Message("layer_types", "full_attention", "chunked_attention", "sliding_attention", "choose"),
+            {**LLAMA4, "layer_types": [FULL, "sliding_attention", FULL]},
+            Message("layer_types", FULL, CHUNKED, "sliding_attention", "choose"),
         ),
-        (
-            {**of("Llama4ForCausalLM"), "attention_chunk_size": None},
-            Message("attention_chunk_size", "layer_types", "chunked_attention", "null", "add"),
-        ),
-        (
-            {**of("Llama4ForCausalLM"), "attn_temperature_tuning": "4"},
-            Message("attn_temperature_tuning", "true", "false", "'4'", "correct"),
-        ),
-        (
-            {**of("Qwen2ForCausalLM"), "layer_types": ["full_attention", "chunked_attention", "full_attention"]},
-            Message("layer_types", "chunked_attention"),
-        ),
-        ({**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0]}, Message("no_rope_layers", "0", "1", "3", "2")),
-        ({**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0, 2]}, Message("no_rope_layers", "list", "0", "[1, 0, 2]")),
+        ({**LLAMA4, "attention_chunk_size": None}, Message("attention_chunk_size", "layer_types", CHUNKED, "null", "add")),
+        ({**LLAMA4, "attn_temperature_tuning": "4"}, Message("attn_temperature_tuning", "true", "false", "'4'", "correct")),
+        ({**of("Qwen2ForCausalLM"), "layer_types": [FULL, CHUNKED, FULL]}, Message("layer_types", CHUNKED)),
+        ({**SMOLLM3, "no_rope_layers": [1, 0]}, Message("no_rope_layers", "0", "1", "3", "2")),
+        ({**SMOLLM3, "no_rope_layers": [1, 0, 2]}, Message("no_rope_layers", "list", "0", "[1, 0, 2]")),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: Message) -> None:

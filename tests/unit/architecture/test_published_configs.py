@@ -210,7 +210,7 @@ def test_mutants_are_read_or_refused(tmp_path: Path) -> None:
 
 
 QK_HEAD_DIMS: tuple[Any, ...] = (None, [1], {}, 0.0, -1)
-DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, ("short_factor", "long_factor")
+DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, {"short_factor": [1.0], "long_factor": [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -227,13 +227,7 @@ DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, ("short_factor", "l
         ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"moe_latent_size": float("inf")}, ("moe_latent_size", "inf")),
         (
             "Qwen--Qwen3-0.6B",
-            {
-                "rope_scaling": {
-                    "rope_type": "longrope",
-                    "original_max_position_embeddings": 9,
-                    **{key: [1.0] for key in FACTORS},
-                }
-            },
+            {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 9, **FACTORS}},
             ("pair of channels", "64", "short_factor of 1", "long_factor of 1", "correct"),
         ),
         ("google--gemma-3-1b-it", {"query_pre_attn_scalar": 256.0}, None),

@@ -13,6 +13,7 @@ from nemo_kto.architecture.rope import longest_sequence, read_rope
 from nemo_kto.layers.layer_settings import Rope
 from tests.helpers.messages import Message, raises
 
+LONGEST, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONGROPE = {
     "short_factor": [1.0 + 0.1 * pair for pair in range(64)],
@@ -28,10 +29,7 @@ LONGROPE = {
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 1.0),
         ({"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, 1.0),
         ({"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3, "original_max_position_embeddings": 512}, 1.0),
-        (
-            {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512},
-            0.1 * math.log(4) + 1,
-        ),
+        ({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ORIGINAL: 512}, 0.1 * math.log(4) + 1),
         ({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 8, "attention_factor": 0.5}, 0.5),
         ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 1.0),
@@ -51,34 +49,15 @@ def test_frequencies_equal_those_of_a_transformers_model(settings: dict[str, Any
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"max_position_embeddings": 64}, ("max_position_embeddings", 64)),
-        ({}, ("max_position_embeddings", None)),
-        (
-            {"max_position_embeddings": 64, "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 16}},
-            ("original_max_position_embeddings", 16),
-        ),
+        ({LONGEST: 64}, (LONGEST, 64)),
+        ({}, (LONGEST, None)),
+        ({LONGEST: 64, "rope_scaling": {"type": "longrope", ORIGINAL: 16}}, (ORIGINAL, 16)),
         # where Phi-3 has it
-        (
-            {"max_position_embeddings": 64, "original_max_position_embeddings": 8, "rope_scaling": {"type": "longrope"}},
-            ("original_max_position_embeddings", 8),
-        ),
+        ({LONGEST: 64, ORIGINAL: 8, "rope_scaling": {"type": "longrope"}}, (ORIGINAL, 8)),
         # transformers reads yarn as longrope in Phi-3
-        (
-            {"model_type": "phi3", "original_max_position_embeddings": 8, "rope_scaling": {"type": "yarn"}},
-            ("original_max_position_embeddings", 8),
-        ),
-        (
-            {
-                "model_type": "gemma3_text",
-                "max_position_embeddings": 64,
-                "rope_parameters": {"full_attention": {"factor": 2.0}},
-            },
-            ("max_position_embeddings", 64),
-        ),
-        (
-            {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": {"type": "yarn"}},
-            ("max_position_embeddings", 64),
-        ),
+        ({"model_type": "phi3", ORIGINAL: 8, "rope_scaling": {"type": "yarn"}}, (ORIGINAL, 8)),
+        ({"model_type": "gemma3_text", LONGEST: 64, "rope_parameters": {"full_attention": {"factor": 2.0}}}, (LONGEST, 64)),
+        ({"model_type": "llama", LONGEST: 64, "rope_scaling": {"type": "yarn"}}, (LONGEST, 64)),
     ],
 )
 def test_longest_sequence(config: dict[str, Any], expected: tuple[str, int | None]) -> None:
@@ -128,14 +107,8 @@ def test_old_and_new_forms(config: dict[str, Any], theta: float, factor: float) 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"rope_theta": 1e4, "rope_scaling": {"type": "proportional", "factor": 2.0}},
-            Message("llama3", "proportional"),
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            Message("all", "set"),
-        ),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "proportional", "factor": 2.0}}, Message("llama3", "proportional")),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, Message("all", "set")),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear"}}, Message("rope", "linear", "factor")),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.stages import PipelineSplit, SplitError
-from nemo_kto.models.transformer import pipeline_settings
+from nemo_kto.models.gpt import pipeline_settings
 from tests.helpers.messages import Message
 
 SPLITS = [
@@ -46,11 +46,7 @@ def test_layers_of_a_stage_equal_megatron_core(layers: int, split: PipelineSplit
     [
         (5, PipelineSplit(stages=2), Message("5", "2")),
         (5, PipelineSplit(chunks=2), Message("2", "1")),
-        (
-            8,
-            PipelineSplit(stages=2, first=4, counts_loss=True),
-            Message("first", "4"),
-        ),
+        (8, PipelineSplit(stages=2, first=4, counts_loss=True), Message("first", "4")),
     ],
 )
 def test_layers_that_cannot_be_divided(layers: int, split: PipelineSplit, expected: str) -> None:

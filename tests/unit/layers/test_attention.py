@@ -20,17 +20,12 @@ from tests.helpers.messages import Message, raises
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
 
 
-def attention(
-    *,
-    layer: int = 1,
-    scale: float | None = None,
-    chunked: bool = False,
-    rope: RopeTable | None = None,
-    norm_after_rope: bool = False,
-    temperature: TemperatureTable | None = None,
-    sinks: bool = False,
-    **settings: Any,
-) -> TorchAttention:
+FEATURES = ("chunked", "rope", "norm_after_rope", "temperature", "sinks")
+
+
+def attention(*, layer: int = 1, scale: float | None = None, **settings: Any) -> TorchAttention:
+    """Attention with these features and settings of megatron-core's configuration."""
+    features = {name: settings.pop(name) for name in FEATURES if name in settings}
     config = TransformerConfig(
         num_layers=2,
         hidden_size=HEADS * D,
@@ -47,11 +42,7 @@ def attention(
         cp_comm_type=None,
         softmax_scale=scale,
         pg_collection=None,
-        chunked=chunked,
-        rope=rope,
-        norm_after_rope=norm_after_rope,
-        temperature=temperature,
-        sinks=sinks,
+        **features,
     )
 
 

@@ -59,12 +59,8 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parameters_are_marked_for_sequence_parallelism(sequence_parallel: bool) -> None:
-    settings = config(
-        tensor_model_parallel_size=2,
-        sequence_parallel=sequence_parallel,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-    )
+    dtypes = dict.fromkeys(("params_dtype", "pipeline_dtype"), torch.bfloat16)
+    settings = config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, **dtypes)
     for parameter in TorchNorm(config=settings, hidden_size=4, eps=1e-6).parameters():
         assert getattr(parameter, "sequence_parallel") is sequence_parallel  # noqa: B009
         assert parameter.dtype == torch.bfloat16

@@ -44,9 +44,7 @@ def test_a_row_of_two_sequences_on_two_ranks() -> None:
 
 @settings(deadline=None)
 @given(
-    size=st.integers(1, 4),
-    chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    window=st.none() | st.integers(1, 9),
+    size=st.integers(1, 4), chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4), window=st.none() | st.integers(1, 9)
 )
 def test_each_token_is_on_one_rank_and_attends_to_the_same_tokens(size: int, chunks: list[int], window: int | None) -> None:
     lengths = tuple(2 * size * width for width in chunks)

@@ -91,11 +91,8 @@ def test_positions_start_at_zero_for_each_packed_sequence() -> None:
 
 def grown(queries: torch.Tensor, *arguments: tuple[int, ...], **shares: Any) -> list[float]:
     """By which factor each place of queries of ones grows."""
-    return (
-        TemperatureTable(temperature=Temperature(floor=3, scale=0.4))
-        .scale(queries, *arguments, **shares)[:, 0, 0, 0]
-        .tolist()
-    )
+    table = TemperatureTable(temperature=Temperature(floor=3, scale=0.4))
+    return table.scale(queries, *arguments, **shares)[:, 0, 0, 0].tolist()
 
 
 def by_hand(*steps: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -95,7 +96,19 @@ def sequences(inputs: tuple[Tensor, ...], lengths: tuple[int, ...], prompts: Pro
     ]
 
 
-@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 3), ("kernel", 4)])
+def assert_same(output: Tensor, wanted: Tensor, inputs: Sequence[Tensor], *, atol: float) -> None:
+    """Equal values, and equal gradients of the inputs."""
+    torch.testing.assert_close(output, wanted, rtol=0, atol=atol)
+    weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
+    found, expected = (torch.autograd.grad((each * weights).sum(), inputs) for each in (output, wanted))
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=10 * atol)
+
+
+PACKS = pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 3), ("kernel", 4)])
+
+
+@PACKS
 def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> None:
     lengths, prompts = random_pack(seed)
     inputs = draw_inputs(sum(lengths), seed)
@@ -108,11 +121,7 @@ def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> No
             for sequence, length in zip(sequences(inputs, lengths, prompts), lengths, strict=True)
         ]
     )
-    torch.testing.assert_close(output, wanted, rtol=0, atol=atol)
-    weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
-    found, expected = (torch.autograd.grad((each * weights).sum(), leaves) for each in (output, wanted))
-    for gradient, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=0, atol=10 * atol)
+    assert_same(output, wanted, leaves, atol=atol)
 
 
 def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

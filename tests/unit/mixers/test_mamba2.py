@@ -15,7 +15,7 @@ from nemo_kto.device.kernels import Form
 from nemo_kto.layers.chunked_scan import CHUNK, causal_convolution
 from nemo_kto.mixers.mamba2 import fastest_scan, scan_with, state_space_scan
 from tests.helpers.messages import Message
-from tests.unit.mixers.test_gated_delta_net import random_pack, sequences
+from tests.unit.mixers.test_gated_delta_net import PACKS, assert_same, random_pack, sequences
 
 GROUPS, HEADS, STATE, SIZE = 2, 3, 5, 4
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -64,7 +64,7 @@ def kernel(
 FORMS: dict[str, Form] = {"chunks": state_space_scan, "kernel": functools.partial(scan_with, kernel)}
 
 
-@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 3), ("kernel", 4)])
+@PACKS
 def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> None:
     lengths, prompts = random_pack(seed)
     inputs = draw_inputs(sum(lengths), seed)
@@ -78,11 +78,7 @@ def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> No
             for sequence, length in zip(sequences((values, step, into, out_of), lengths, prompts), lengths, strict=True)
         ]
     )
-    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=atol)
-    weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
-    found, expected = (torch.autograd.grad((each * weights).sum(), leaves) for each in (output, wanted))
-    for gradient, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=0, atol=10 * atol)
+    assert_same(output.double(), wanted, leaves, atol=atol)
 
 
 def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,12 +29,8 @@ def sequences(lengths: list[int], responses: list[int]) -> SequenceBatch:
 
 
 WINDOWED: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 5},
-    "gpt_oss": {"sliding_window": 5},
+    **{name: {"sliding_window": 5} for name in ("gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3")},
     "llama4_text": {"attention_chunk_size": 5},
-    "mistral": {"sliding_window": 5},
-    "phi3": {"sliding_window": 5},
 }
 
 

@@ -71,8 +71,7 @@ def test_numbers_depend_on_seed_prompt_and_position_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "complete"),
-    [([1], False), ([1, 9], True), ([9, 1], False), ([1, 1, 1], False), ([1, 1, 1, 1], True)],
+    ("answer", "complete"), [([1], False), ([1, 9], True), ([9, 1], False), ([1, 1, 1], False), ([1, 1, 1, 1], True)]
 )
 def test_an_answer_ends_with_a_stop_token_or_its_maximum(answer: list[int], complete: bool) -> None:
     decoding = Decoding(stop_ids=frozenset({8, 9}), max_new_tokens=4, seq_length=100)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_kto.models.engine import sequences
@@ -103,13 +104,16 @@ def test_tokens_beyond_the_shorter_answer_have_another_weight(packed: bool, shar
     assert (sequence_keys(batch)[3] == sequence_keys(taken)[0]).all()
 
 
-@given(
-    lengths=st.lists(st.integers(1, 40), max_size=30),
-    answers=st.integers(1, 3),
-    prompts=st.none() | st.integers(1, 8),
-    tokens=st.none() | st.integers(1, 200),
-    multiple=st.integers(1, 8),
-)
+LIMITS: dict[str, st.SearchStrategy[Any]] = {
+    "answers": st.integers(1, 3),
+    "prompts": st.none() | st.integers(1, 8),
+    "tokens": st.none() | st.integers(1, 200),
+    "multiple": st.integers(1, 8),
+}
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), max_size=30), **LIMITS)
 def test_every_sequence_is_in_one_micro_batch_within_its_limits(
     lengths: list[int], answers: int, prompts: int | None, tokens: int | None, multiple: int
 ) -> None:
@@ -123,21 +127,15 @@ def test_every_sequence_is_in_one_micro_batch_within_its_limits(
         width = limits.width(max(int(batch.lengths_B[number]) for number in numbers))
         carried += len(numbers) * width
         assert width % multiple == 0
-        assert len({number % len(lengths) for number in numbers}) * answers == len(numbers), (
-            "answers to a prompt stay together"
-        )
+        together = {number % len(lengths) for number in numbers}  # answers to a prompt
+        assert len(together) * answers == len(numbers)
         assert prompts is None or len(numbers) <= prompts * answers
         assert tokens is None or len(numbers) == answers or len(numbers) * width <= tokens
     assert batch.padded_tokens(limits) == carried
 
 
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    answers=st.integers(1, 3),
-    prompts=st.none() | st.integers(1, 8),
-    tokens=st.none() | st.integers(1, 200),
-    multiple=st.integers(1, 8),
-)
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), **LIMITS)
 def test_packed_rows_contain_every_sequence_once(
     lengths: list[int], answers: int, prompts: int | None, tokens: int | None, multiple: int
 ) -> None:
@@ -155,9 +153,8 @@ def test_packed_rows_contain_every_sequence_once(
         assert each.lengths == (*own[:-1], own[-1] + width - sum(own)), "padding is at the end, with the last sequence"
         tokens_of = each.tokens_bs[0, : sum(own)].split(own)
         assert all(torch.equal(found, batch.tokens_BS[n, :k]) for found, n, k in zip(tokens_of, numbers, own, strict=True))
-        assert len({number % len(lengths) for number in numbers}) * answers == len(numbers), (
-            "answers to a prompt stay together"
-        )
+        together = {number % len(lengths) for number in numbers}  # answers to a prompt
+        assert len(together) * answers == len(numbers)
         assert prompts is None or len(numbers) <= prompts * answers
         assert tokens is None or len(numbers) == answers or sum(own) <= tokens
         assert each.packed is not None

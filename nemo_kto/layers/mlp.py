@@ -1,4 +1,4 @@
-"""Router of mixture-of-experts layers, load-balancing loss, and expert biases."""
+"""MLPs and mixtures of experts: activations, biases, routers, load-balancing loss."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,6 +18,108 @@ from torch import Tensor
 
 from nemo_kto.device import device
 from nemo_kto.layers.layer_settings import Experts
+
+
+class SwiGLU(MegatronModule):
+    """SwiGLU, silu(gate) * up; megatron-core's own saves silu(gate), writes one more tensor and concatenates gradients."""
+
+    is_gelu = False
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """Map [..., 2 * f], the gate first, to [..., f]."""
+        activated: Tensor = _Gated.apply(gate_and_up, self.is_gelu)  # type: ignore[no-untyped-call]
+        return activated
+
+
+class GeGLU(SwiGLU):
+    """GeGLU activation, gelu(gate) * up, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+
+    is_gelu = True
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, is_gelu: bool) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        ctx.is_gelu = is_gelu
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return _activate(gate, is_gelu).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gate_and_up,) = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        both_grads = torch.empty_like(gate_and_up)
+        gate_grad, up_grad = both_grads.chunk(2, dim=-1)
+        activated = _activate(gate, ctx.is_gelu)
+        torch.mul(grads[0], activated, out=up_grad)
+        torch.mul(grads[0], up, out=activated)  # now holds the gradient of the activated gate
+        if ctx.is_gelu:
+            torch.ops.aten.gelu_backward.grad_input(activated, gate, approximate="tanh", grad_input=gate_grad)
+        else:
+            torch.ops.aten.silu_backward.grad_input(activated, gate, grad_input=gate_grad)
+        return both_grads, None
+
+
+def _activate(gate: Tensor, is_gelu: bool) -> Tensor:
+    return F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+
+
+class SquaredReLU(MegatronModule):
+    """relu(x)^2, without a gate (So et al. 2021, arXiv 2109.08668)."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.relu(values).square()
+
+
+class ClampedSwiGLU(MegatronModule):
+    """Clamped SwiGLU (arXiv 2508.10925): g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit)."""
+
+    def __init__(self, config: TransformerConfig, *, alpha: float, limit: float) -> None:
+        super().__init__(config)
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """Map [..., 2 * f], the gate first, to [..., f]."""
+        activated: Tensor = _ClampedGated.apply(gate_and_up, self.alpha, self.limit)  # type: ignore[no-untyped-call]
+        return activated
+
+
+class _ClampedGated(torch.autograd.Function):
+    """With s = sigmoid(alpha g): dg = s (1 + alpha g (1 - s)) (u + 1), du = g s; each is 0 where its input was clamped."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        ctx.alpha, ctx.limit = alpha, limit
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (gate_and_up,) = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        both_grads = torch.empty_like(gate_and_up)
+        gate_grad, up_grad = both_grads.chunk(2, dim=-1)
+        clamped = gate.clamp(max=limit)
+        sigmoid = torch.sigmoid(clamped * alpha)
+        torch.mul(grads[0], clamped, out=up_grad).mul_(sigmoid).masked_fill_(up.abs() > limit, 0.0)
+        torch.mul(grads[0], up.clamp(-limit, limit).add_(1), out=gate_grad).mul_(sigmoid)
+        slope = clamped.mul_(alpha).mul_(1 - sigmoid).add_(1)
+        gate_grad.mul_(slope).masked_fill_(gate > limit, 0.0)
+        return both_grads, None, None
+
+
+def with_bias(linear: type) -> type:
+    """Return a subclass of a linear layer with a bias; megatron-core's option adds one to attention output and MLP alike."""
+
+    class LinearWithBias(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **{**kwargs, "bias": True})
+
+    return LinearWithBias
 
 
 class BiasedExpertOutput(RowParallelLinear):
@@ -160,9 +264,8 @@ class BiasedRouter(BalancedRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        bias: Any = torch.nn.Parameter(
-            torch.zeros(self.num_experts, dtype=self.config.params_dtype, device=device.current_device())
-        )
+        zeros = torch.zeros(self.num_experts, dtype=self.config.params_dtype, device=device.current_device())
+        bias: Any = torch.nn.Parameter(zeros)
         bias.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum, like that of the weight
         self.logit_bias = bias
 
@@ -196,9 +299,8 @@ def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     config = get_model_config(chunks[0])
     if config.num_moe_experts is None:
         return {}
-    statistics = torch.zeros(
-        config.num_layers, 2 + config.num_moe_experts, dtype=torch.float64, device=device.current_device()
-    )
+    shape = (config.num_layers, 2 + config.num_moe_experts)
+    statistics = torch.zeros(shape, dtype=torch.float64, device=device.current_device())
     for router in routers(chunks):
         if router.balance is not None:
             statistics[router.layer_number - 1] = router.balance

@@ -1,14 +1,21 @@
+"""Activations of MLPs, and ranks whose micro-batches must run in step because they share experts."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_kto.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.layers.mlp import ClampedSwiGLU, GeGLU, SwiGLU, experts_span_copies
+from nemo_kto.models.gpt import transformer_config
+from tests.helpers.tiny_models import make_checkpoint
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 # ours, and what is done to the gate
@@ -70,3 +77,24 @@ def test_the_clamped_form_equals_autograd() -> None:
     (wanted,), (got,) = (torch.autograd.grad(values, gate_and_up, grad) for values in (expected, found))
     assert 0 < int((wanted == 0).sum()) < wanted.numel()
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "expert_tensor", "spans"),
+    [
+        (1, 1, 1, False),
+        (1, 2, 1, True),
+        (1, 1, 2, True),
+        (2, 2, 1, False),  # the experts are shared out over ranks that have the same sequences
+        (2, 1, 2, False),
+        (4, 2, 1, False),
+        (2, 2, 2, True),
+        (2, 4, 1, True),
+    ],
+)
+def test_experts_span_copies(tmp_path: Path, tensor: int, expert: int, expert_tensor: int, spans: bool) -> None:
+    folder = make_checkpoint(tmp_path, "mixtral")
+    architecture = read_architecture(folder, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor)
+    degree: dict[str, Any] = {"expert_model_parallel_size": expert}
+    config = transformer_config(architecture, use_te=False, grouped_experts=True, params_dtype=torch.float32, **degree)
+    assert experts_span_copies(config) == spans
