@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
@@ -20,12 +19,12 @@ class Sampling:
     seed: int | None = None  # every answer is drawn with this seed
 
 
-def check_sampling(flags: SimpleNamespace) -> None:
-    """Select the device of the options; UserError if they contradict each other or the machine."""
-    for option, value, everything in (("--top-p", flags.top_p, 1), ("--top-k", flags.top_k, 0)):
-        if flags.temperature == 0 and value not in (None, everything):
+def check_sampling(sampling: Sampling, device_name: str) -> None:
+    """Select the device that --device names; UserError if the options contradict each other or the machine."""
+    for option, value, everything in (("--top-p", sampling.top_p, 1), ("--top-k", sampling.top_k, 0)):
+        if sampling.temperature == 0 and value not in (None, everything):
             raise UserError(f"{option} must be used with a temperature above 0, got --temperature 0; leave one out")
-    if flags.device == "cpu":
+    if device_name == "cpu":
         device.force_cpu()
-    elif flags.device == "gpu" and not device.device_count():
+    elif device_name == "gpu" and not device.device_count():
         raise UserError("--device must be cpu or auto on a machine without a GPU, got gpu; leave it out")
