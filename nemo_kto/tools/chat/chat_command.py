@@ -16,8 +16,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.tools.chat.session import Collector, Session, require_terminal
 from nemo_kto.tools.inference.named_models import START, find_model, load_models, starting_model
 from nemo_kto.tools.inference.row_output import open_rows
-from nemo_kto.tools.inference.sampling import Sampling, check_sampling
-from nemo_kto.tools.inference.sampling_options import sampling_options
+from nemo_kto.tools.inference.sampling import Sampling, check_sampling, sampling_options
 from nemo_kto.utils.text import terminal_line, terminal_text
 
 _STDIN = "-"

@@ -11,8 +11,7 @@ import click
 
 from nemo_kto.cli.command import Decorator, WordChoice, integer_from, together
 from nemo_kto.errors import UserError, plural, refuse_broken
-from nemo_kto.tools.inference.sampling import Sampling
-from nemo_kto.tools.inference.sampling_options import sampling_options
+from nemo_kto.tools.inference.sampling import Sampling, sampling_options
 from nemo_kto.utils.files import read_bytes
 from nemo_kto.utils.text import print_error
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.tools.inspect import preview_command as preview
-from nemo_kto.tools.inspect.data_preview import Marks
+from nemo_kto.tools.inspect.preview_command import Marks
 from tests.helpers.messages import Message, assert_names, raises
 from tests.helpers.outputs import assert_output
 from tests.helpers.tiny_models import write_rows

@@ -25,7 +25,7 @@ from nemo_kto.memory.memory_check import check_memory
 from nemo_kto.memory.run_plan import make_plan, place_reference
 from nemo_kto.tools.plan import layouts
 from nemo_kto.tools.plan import plan_command as plan
-from nemo_kto.tools.plan.shortage import _counts
+from nemo_kto.tools.plan.layouts import _counts
 from tests.helpers.messages import Message, raises
 from tests.helpers.outputs import assert_output
 from tests.helpers.published_models import CONFIGS
