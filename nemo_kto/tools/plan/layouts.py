@@ -22,11 +22,7 @@ from nemo_kto.memory.rank_memory import RankMemory, rank_memory
 from nemo_kto.memory.run_plan import AXES, Plan, Values, degrees, make_plan
 from nemo_kto.tools.plan.speed import speed_of
 
-_RECOMPUTE = (
-    NO_RECOMPUTATION,
-    {**NO_RECOMPUTATION, "activations_checkpoint_granularity": "selective"},
-    FULL_RECOMPUTATION,
-)
+_RECOMPUTE = (NO_RECOMPUTATION, {**NO_RECOMPUTATION, "activations_checkpoint_granularity": "selective"}, FULL_RECOMPUTATION)
 _ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
 _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
 _COUNTS = 16  # numbers of GPUs that are tried if no layout fits

@@ -220,13 +220,7 @@ def test_invalid_options_of_plan(argv: list[str], expected: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "loss", "swapped", "cached"),
-    [
-        (KTO, "kto", 3, 1),
-        (KTO, "bco", 2, 1),
-        (DPO, "dpo", 1, 0),
-        (DPO, "aot", 2, 1),
-    ],
+    ("recipe", "loss", "swapped", "cached"), [(KTO, "kto", 3, 1), (KTO, "bco", 2, 1), (DPO, "dpo", 1, 0), (DPO, "aot", 2, 1)]
 )
 def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
     recipe: Recipe, loss: str, swapped: int, cached: int, load: Load
