@@ -62,7 +62,7 @@ def test_the_command_and_its_imports(tiny_llama: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r", "preference": "chosen"}])
 
     def run(*argv: str) -> tuple[int, list[str], list[str]]:
-        preload = ("nemo_kto.tools.inspect.preview_command", "nemo_kto.tools.inspect.data_preview")
+        preload = ("nemo_kto.tools.inspect.preview_command", "nemo_kto.tools.inspect.preview_command")
         done = fork_server.run(["-c", PREVIEW, *argv], cwd=tmp_path, env=environment(), preload=preload)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 

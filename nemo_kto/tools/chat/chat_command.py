@@ -7,8 +7,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,12 +16,8 @@ from nemo_kto.errors import UserError
 from nemo_kto.tools.chat.session import Collector, Session, require_terminal
 from nemo_kto.tools.inference.named_models import START, find_model, load_models, starting_model
 from nemo_kto.tools.inference.row_output import open_rows
-from nemo_kto.tools.inference.sampling import Sampling, check_sampling
-from nemo_kto.tools.inference.sampling_options import sampling_options
+from nemo_kto.tools.inference.sampling import Sampling, check_sampling, sampling_options
 from nemo_kto.utils.text import terminal_line, terminal_text
-
-if TYPE_CHECKING:
-    from nemo_kto.tools.inference.chat_model import ChatModel
 
 _STDIN = "-"
 _DESCRIPTION = """\
@@ -40,55 +35,61 @@ _LENGTH = "maximum length of an answer; by default that of the model's generatio
 @click.argument("model", metavar="RUN|MODEL", help=_MODEL)
 @click.option("--against", is_flag=False, flag_value=START, metavar="BASE", help=_AGAINST)
 @click.option("-p", "--prompt", multiple=True, metavar="PROMPT", help=_PROMPT)
-@click.option("--json", is_flag=True, help="print a line of JSON for each answer")
+@click.option("--json", "as_json", is_flag=True, help="print a line of JSON for each answer")
 @click.option("--system", metavar="TEXT", help="the system message")
 @click.option("--collect", metavar="FILE", help=_COLLECT)
 @sampling_options(length=_LENGTH, temperature="0 takes the most probable token", seed="draw every answer with this seed")
-def main(**options: Any) -> None:
+def main(
+    model: str,
+    against: str | None,
+    prompt: Sequence[str],
+    as_json: bool,
+    system: str | None,
+    collect: str | None,
+    device: str,
+    **generation: Any,
+) -> None:
     """Run the command; raise UserError if a model cannot be used, or a prompt cannot be answered."""
-    flags = SimpleNamespace(**options)
-    check_sampling(flags)
-    if flags.collect is not None:
+    sampling = Sampling(**generation)
+    check_sampling(sampling, device)
+    if collect is not None:
         require_terminal("--collect", remedy="leave it out, or use nemo-kto sample and nemo-kto label")
-        if flags.json:
+        if as_json:
             raise UserError(
                 "--collect must be used without --json, whose answers are for a program, got both; leave one out"
             )
-    named = {flags.model: find_model("MODEL", flags.model)}
-    if flags.against is not None:
-        against = starting_model(named[flags.model]) if flags.against == START else flags.against
+    named = {model: find_model("MODEL", model)}
+    if against is not None:
+        if against == START:
+            against = starting_model(named[model])
         if against in named:
             raise UserError(f"--against must be another model than MODEL, got {against} for both; correct one")
         named[against] = find_model("--against", against)
     if isinstance(sys.stdin, io.TextIOWrapper):  # broken text is refused with its place, as in files of rows
         sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8-sig", errors="surrogateescape")
-    prompts = [sys.stdin.read().strip() if prompt == _STDIN else prompt for prompt in flags.prompt]
+    prompts = [sys.stdin.read().strip() if each == _STDIN else each for each in prompt]
 
     with contextlib.ExitStack() as opened:
-        collect = None
-        if flags.collect is not None:
-            collect = Collector(file=opened.enter_context(open_rows(Path(flags.collect), option="--collect")))
-        _talk(flags, load_models(named), prompts, collect)
+        collector = None
+        if collect is not None:
+            collector = Collector(file=opened.enter_context(open_rows(Path(collect), option="--collect")))
+        models = load_models(named)
+        session = Session(models=models, sampling=sampling, system=system, as_json=as_json, collect=collector)
+        if prompts:
+            _answer(session, prompts, show_prompts=len(prompts) > 1 and not as_json)
+            return
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            for each in models:
+                print(terminal_line(f"{each.label}: {each.describe()}"))
+            print("/help lists the commands, Ctrl-D ends.")
+        session.talk()
 
 
-def _talk(flags: SimpleNamespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> None:
-    sampling = Sampling(
-        max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
-        top_k=flags.top_k,
-        seed=flags.seed,
-    )
-    session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json, collect=collect)
+def _answer(session: Session, prompts: Sequence[str], *, show_prompts: bool) -> None:
+    """Answer each prompt as a separate conversation; KeyboardInterrupt if an answer was interrupted."""
     for prompt in prompts:
-        if len(prompts) > 1 and not flags.json:
+        if show_prompts:
             print(f"> {terminal_text(prompt)}", flush=True)
         session.reset()
         if not session.say(prompt):
             raise KeyboardInterrupt
-    if not prompts:
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            for model in models:
-                print(terminal_line(f"{model.label}: {model.describe()}"))
-            print("/help lists the commands, Ctrl-D ends.")
-        session.talk()

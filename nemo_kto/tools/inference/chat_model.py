@@ -99,10 +99,7 @@ class ChatModel:
         try:
             with torch.inference_mode():
                 self._model.generate(
-                    prompt_ids,
-                    attention_mask=torch.ones_like(prompt_ids),
-                    generation_config=settings,
-                    streamer=stream,
+                    prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=settings, streamer=stream
                 )
         except KeyboardInterrupt:
             finish = "interrupted"

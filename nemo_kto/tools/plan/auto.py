@@ -11,8 +11,7 @@ from nemo_kto.config.resolved import LAYOUT_SETTINGS, ResolvedRun
 from nemo_kto.errors import ConfigError
 from nemo_kto.memory.hardware import Machines
 from nemo_kto.memory.run_plan import LORA, ROOM, Plan, make_plan, overrides, size, with_precision
-from nemo_kto.tools.plan.layouts import best_layouts, layouts, values_of
-from nemo_kto.tools.plan.shortage import find_shortage
+from nemo_kto.tools.plan.layouts import best_layouts, find_shortage, layouts, values_of
 from nemo_kto.utils.fields import echo
 
 # Model settings that have a meaning only together: if the user has set one, all are kept.

@@ -20,9 +20,8 @@ from nemo_kto.memory.hardware import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Machin
 from nemo_kto.memory.run_plan import LORA, Plan, make_plan, overrides, with_precision
 from nemo_kto.processes.ranks import World
 from nemo_kto.tools.plan.auto import settle
-from nemo_kto.tools.plan.layouts import best_layouts, values_of
+from nemo_kto.tools.plan.layouts import best_layouts, find_shortage, values_of
 from nemo_kto.tools.plan.plan_text import plan_text, search_text, shortage_text
-from nemo_kto.tools.plan.shortage import find_shortage
 
 _MODEL, _DATA = POSITIONS.values()
 _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))

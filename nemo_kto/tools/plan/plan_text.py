@@ -12,8 +12,7 @@ from nemo_kto.memory.rank_memory import CONTEXT
 from nemo_kto.memory.run_plan import Plan, bubble_of_shorter_rows, overrides, remedies, remedy, size
 from nemo_kto.telemetry.display import layout_text, short, table
 from nemo_kto.telemetry.watch import duration_text
-from nemo_kto.tools.plan.layouts import values_of
-from nemo_kto.tools.plan.shortage import Shortage
+from nemo_kto.tools.plan.layouts import Shortage, values_of
 from nemo_kto.tools.plan.speed import Speed, speed_of
 
 _ESTIMATE = "an estimate from published figures, not measured"
@@ -43,6 +42,9 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
     places = dict.fromkeys(copies, "in host memory" if on_gpu else "in the same memory")
     if training.reference_on_gpu:
         places["reference copy"] = "in GPU memory"
+    shorter_rows = ""
+    if plan.run.row_tokens is None and split.stages > 1:
+        shorter_rows = f", {bubble_of_shorter_rows(plan):.0%} with rows of {MEAN_LENGTH:.0%} of that length"
     whole = "" if plan.steps is None else f", {duration_text(plan.steps * speed.seconds)} for all steps"
     seconds = f"{speed.seconds:.2g} s" if speed.seconds < 60 else duration_text(speed.seconds)
     lines = {
@@ -65,7 +67,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         "total": f"{size(largest.device)} of {size(device.memory)} (static memory: {size(plan.static)})",
         "FLOPs": f"{speed.flops / 1e12:,.1f} TFLOP a step",
         "sent by a rank": ", ".join(f"{size(each)} {name}" for name, each in sent.items()) + f" parallel{between}, a step",
-        "pipeline bubble": _bubble(plan, speed),
+        "pipeline bubble": f"{speed.bubble:.0%}{shorter_rows}",
         "expected": f"{_rate(plan, speed)}, {seconds} a step{whole} ({_MEASURED if device.measured else _ESTIMATE})",
         **({"load": f"{_BUSY} {device.busy:.1f} times too high"} if device.busy > 1 else {}),
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",
@@ -158,13 +160,6 @@ def _micro_batch(plan: Plan) -> str:
     packed = ", packed" if training.packed else ""
     text = f"up to {training.micro_batch_tokens:,} tokens{packed}, {plan.step.micro_batches:,} a step"
     return f"{text} ({reason})" if reason else text
-
-
-def _bubble(plan: Plan, speed: Speed) -> str:
-    text = f"{speed.bubble:.0%}"
-    if plan.run.row_tokens is not None or plan.training.split.stages == 1:
-        return text
-    return f"{text}, {bubble_of_shorter_rows(plan):.0%} with rows of {MEAN_LENGTH:.0%} of that length"
 
 
 def _shared_prompts(plan: Plan) -> dict[str, str]:

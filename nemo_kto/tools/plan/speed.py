@@ -45,12 +45,16 @@ class Traffic:
 
 def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
     """Return the bytes that a rank of a pipeline stage sends."""
+    instances = 0.0  # each rank's slices of the gradients are summed over the optimizer instances
+    if training.optimizer_instances > 1:
+        share = training.share(training.parameters[stage])
+        instances = 2 * (1 - 1 / training.optimizer_instances) * share * training.gradient_bytes
     return Traffic(
         tensor=_tensor(training, step, stage) if training.tensor_parallel > 1 else 0.0,
         pipeline=_pipeline(training, step, stage) if training.split.stages > 1 else 0.0,
         context=_context(training, step, stage) if training.context_parallel > 1 else 0.0,
         data=_data(training, stage) if training.replicas > 1 else 0.0,
-        instances=_instances(training, stage) if training.optimizer_instances > 1 else 0.0,
+        instances=instances,
         expert=_expert(training, step, stage) if training.expert_ranks > 1 else 0.0,
     )
 
@@ -167,12 +171,6 @@ def _data(training: Training, stage: int) -> float:
     back = training.element_bytes * gathers if training.distributed_optimizer else training.gradient_bytes
     instances = training.optimizer_instances
     return sum(each.total * (1 - instances / training.copies(each)) for each in trained) * (training.gradient_bytes + back)
-
-
-def _instances(training: Training, stage: int) -> float:
-    """Return the bytes sent between optimizer instances: each rank's slices of the gradients are summed over them."""
-    share = training.share(training.parameters[stage])
-    return 2 * (1 - 1 / training.optimizer_instances) * share * training.gradient_bytes
 
 
 def _expert(training: Training, step: Step, stage: int) -> float:

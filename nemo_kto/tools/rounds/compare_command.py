@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,20 +18,21 @@ from nemo_kto.records.run_record import ComparisonResult, is_run, record_compari
 from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.named_models import find_model, load_reward_model
 from nemo_kto.tools.inference.row_output import RowFile, open_rows
-from nemo_kto.tools.inference.sampling import check_sampling
+from nemo_kto.tools.inference.sampling import Sampling, check_sampling
 from nemo_kto.tools.rounds.answers import WEIGHTS, Sampled, find_tasks, messages_of, planned_answers, read_answers
-from nemo_kto.tools.rounds.judge import Scorer
+from nemo_kto.tools.rounds.judge import Judge, Scorer
 from nemo_kto.tools.rounds.labelling import Question
 from nemo_kto.tools.rounds.options import (
+    Drawing,
+    Server,
     decider_options,
     drawing_options,
     judge_mistakes,
-    make_judge,
     read_rubric,
     report_undecided,
     rubric_hash,
 )
-from nemo_kto.tools.rounds.sample_command import check_drawing, check_template, drawing_settings, write_answers
+from nemo_kto.tools.rounds.sample_command import check_template, write_answers
 from nemo_kto.tools.rounds.win_rate import Comparison, WinRate, pair_answers, undecided_pairs, win_rate
 from nemo_kto.utils.text import aligned, interval_text, percent_text, terminal_line
 
@@ -63,54 +63,82 @@ Decider = Callable[[Sequence[Question]], Decided]
 @decider_options
 @click.option("--reward-model", metavar="MODEL", help=_REWARD)
 @drawing_options(count=1)
-def main(**options: Any) -> None:
+def main(
+    folder: str,
+    base: str,
+    prompts: str | None,
+    out: str,
+    run: str | None,
+    score: str | None,
+    judge: str | None,
+    rubric: str | None,
+    model: str | None,
+    leave_out: Sequence[str],
+    concurrency: int,
+    reward_model: str | None,
+    count: int,
+    system: str | None,
+    device: str,
+    **generation: Any,
+) -> None:
     """Run the command; raise UserError for mistakes."""
-    flags = SimpleNamespace(**options)
-    if mistakes := [*_mistakes(flags)]:
+    given = {"MODEL": folder, "BASE": base}
+    drawing = Drawing(sampling=Sampling(**generation), count=count, system=system)
+    server = Server(option="--judge", url=judge, model=model, leave_out=leave_out, concurrency=concurrency)
+    mistakes = [*_decider_mistakes(score, server, rubric, reward_model)]
+    mistakes += filter(None, [error_of(lambda: check_sampling(drawing.sampling, device))])
+    if mistakes := [*mistakes, *_drawing_mistakes(_models(given), prompts, drawing)]:
         raise UserError("\n  ".join(mistakes))
-    by, decider = _check(flags)
-    about = {"by": by}
-    with open_rows(Path(flags.out), option="--out") as file:
-        model, base = _answers(flags, file, about)
-        comparison = Comparison(pairs=pair_answers(model, base), file=file, about=about)
+    deciders = list[tuple[str, Decider]]()
+    checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(score, server, rubric, reward_model))]
+    checks += [partial(_run_folder, folder, run), *(partial(find_model, *each) for each in _models(given).items())]
+    if errors := [*filter(None, map(error_of, checks))]:
+        raise UserError("\n  ".join(errors))
+    ((by, decider),) = deciders
+    with open_rows(Path(out), option="--out") as file:
+        about = {"by": by}
+        own, other = _answers(given, prompts, drawing, file, about)
+        comparison = Comparison(pairs=pair_answers(own, other), file=file, about=about)
         undecided = _decide(comparison, decider)
         decisions = comparison.decisions()
     report_undecided("compare", comparison.left, undecided, "pair")
     if not decisions:
         raise UserError(f"there must be a verdict on at least one pair, got none of {plural(len(undecided), 'pair')}")
     result = win_rate(decisions)
-    names = [str(answers[0].source["model"]) for answers in (model, base)]
+    names = [str(answers[0].source["model"]) for answers in (own, other)]
     _print(result, names, by)
-    _record(flags, ComparisonResult(base=names[1], by=by, **asdict(result)))
+    _record(_run_folder(folder, run), ComparisonResult(base=names[1], by=by, **asdict(result)))
 
 
-def _models(flags: SimpleNamespace) -> dict[str, str]:
-    """Return MODEL and BASE, except those that are files of answers."""
-    return {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
+def _models(given: Mapping[str, str]) -> dict[str, str]:
+    """Return those of MODEL and BASE that are no files of answers."""
+    return {name: each for name, each in given.items() if not Path(each).expanduser().is_file()}
 
 
-def _check(flags: SimpleNamespace) -> tuple[str, Decider]:
-    """Return name and function of the decider; UserError if it, a model or the run cannot be used."""
-    deciders = list[tuple[str, Decider]]()
-    checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags)), partial(_run_folder, flags)]
-    checks += [partial(find_model, *each) for each in _models(flags).items()]
-    if errors := [*filter(None, map(error_of, checks))]:
-        raise UserError("\n  ".join(errors))
-    return deciders[0]
-
-
-def _answers(flags: SimpleNamespace, file: RowFile, about: Mapping[str, object]) -> list[list[Sampled]]:
-    """Return the answers of MODEL and of BASE, of which those of models are drawn into files.
+def _answers(
+    given: Mapping[str, str], prompts: str | None, drawing: Drawing, file: RowFile, about: Mapping[str, object]
+) -> list[list[Sampled]]:
+    """Return the answers of MODEL and of BASE, of which those of models are drawn into files beside the one of decisions.
 
     Raises UserError before anything is drawn if prompts or earlier decisions do not fit.
     """
-    models, given = _models(flags), {"MODEL": flags.folder, "BASE": flags.base}
-    drawing = {name: {**drawing_settings(flags), WEIGHTS: quick_hash(find_model(name, models[name]))} for name in models}
-    answers = {name: _expected(name, path, flags, drawing.get(name)) for name, path in given.items()}
+    models = _models(given)
+    settings = {name: {**drawing.settings, WEIGHTS: quick_hash(find_model(name, each))} for name, each in models.items()}
+    files = {name: file.path.with_name(f"{file.path.stem}_{name.lower()}.jsonl") for name in models}
+    answers = dict[str, list[Sampled]]()
+    for name, each in given.items():
+        if name not in models:
+            answers[name] = read_answers(Path(each).expanduser())
+            continue
+        assert prompts is not None
+        about_model: Any = {"prompts": Path(prompts), "model": each, "settings": settings[name]}
+        with open_rows(files[name], option="--out") as drawn:
+            check_template(find_model(name, each), find_tasks(drawn, **about_model))
+        answers[name] = planned_answers(**about_model)
     undecided_pairs(pair_answers(*answers.values()), file, about, drawn=False)
-    for name, settings in drawing.items():
-        write_answers(_file_of(name, flags), models[name], Path(flags.prompts), settings)
-        answers[name] = read_answers(_file_of(name, flags))
+    for name, each in models.items():
+        write_answers(files[name], each, Path(str(prompts)), settings[name])
+        answers[name] = read_answers(files[name])
     return [*answers.values()]
 
 
@@ -126,81 +154,60 @@ def _decide(comparison: Comparison, decider: Decider) -> dict[str, str]:
     return undecided
 
 
-def _record(flags: SimpleNamespace, result: ComparisonResult) -> None:
+def _record(run_folder: Path | None, result: ComparisonResult) -> None:
     """Record the result in the run whose report shows it, and print which one that is."""
-    if (folder := _run_folder(flags)) is None:
+    if run_folder is None:
         print("  no report shows it, because MODEL is no run folder; --run names one")
         return
     try:
-        record_comparison(folder, result)
+        record_comparison(run_folder, result)
     except OSError as error:
-        text = f"the folder of the run must be one that can be written, got {folder}: {error.strerror}"
+        text = f"the folder of the run must be one that can be written, got {run_folder}: {error.strerror}"
         raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
-    print(terminal_line(f"  nemo-kto report {folder} shows it"))
+    print(terminal_line(f"  nemo-kto report {run_folder} shows it"))
 
 
-def _run_folder(flags: SimpleNamespace) -> Path | None:
+def _run_folder(model: str, run: str | None) -> Path | None:
     """Return the folder of the run whose report shows the result, None without one; UserError if --run names no run."""
-    folder = Path(flags.folder if flags.run is None else flags.run).expanduser()
+    folder = Path(model if run is None else run).expanduser()
     if is_run(folder):
         return folder
-    if flags.run is not None:
-        raise UserError(f"--run must be the folder of a run, got {flags.run}; correct the path, or leave it out")
+    if run is not None:
+        raise UserError(f"--run must be the folder of a run, got {run}; correct the path, or leave it out")
     return None
 
 
-def _is_file(given: str) -> bool:
-    return Path(given).expanduser().is_file()
-
-
-def _mistakes(flags: SimpleNamespace) -> Iterator[str]:
-    """Yield the mistakes in options that do not fit each other."""
-    ways = [f"--{name.replace('_', '-')}" for name in ("score", "judge", "reward_model") if getattr(flags, name) is not None]
-    if len(ways) != 1:
+def _decider_mistakes(score: str | None, server: Server, rubric: str | None, reward_model: str | None) -> Iterator[str]:
+    given = {"--score": score, "--judge": server.url, "--reward-model": reward_model}
+    if len(ways := [name for name, value in given.items() if value is not None]) != 1:
         got = " and ".join(ways) or "none"
         yield f"one of --score, --judge and --reward-model must be given, got {got}; choose one"
-    yield from judge_mistakes(flags)
-    if error := error_of(lambda: check_sampling(flags)):
-        yield error
-    if not (_is_file(flags.folder) and _is_file(flags.base)):
-        if flags.prompts is None:
+    yield from judge_mistakes(server, rubric)
+
+
+def _drawing_mistakes(models: Mapping[str, str], prompts: str | None, drawing: Drawing) -> Iterator[str]:
+    if models:
+        if prompts is None:
             yield "PROMPTS must be given unless MODEL and BASE are both files of answers, got none; name a file of prompts"
-        if error := error_of(lambda: check_drawing(flags)):
+        if error := error_of(drawing.check):
             yield error
         return
     defaults = {parameter.name: parameter.default for parameter in main.params if isinstance(parameter, click.Option)}
-    for name, value in {"prompts": flags.prompts, **drawing_settings(flags)}.items():
+    for name, value in {"prompts": prompts, **drawing.settings}.items():
         if value not in (None, defaults.get(name)):
             option = {"prompts": "PROMPTS", "count": "-n"}.get(name, f"--{name.replace('_', '-')}")
             yield f"{option} must be left out if MODEL and BASE are both files of answers, got {value}"
 
 
-def _decider(flags: SimpleNamespace) -> tuple[str, Decider]:
+def _decider(score: str | None, server: Server, rubric: str | None, reward_model: str | None) -> tuple[str, Decider]:
     """Return name and function of the decider; UserError if its function, server or model cannot be used."""
-    if flags.score is not None:
-        return f"score {flags.score}", Scorer(path=flags.score).votes
-    if flags.judge is not None:
-        rubric = read_rubric(flags.rubric)
-        judge = make_judge(flags, rubric)
-        return f"judge {judge.model}, rubric {rubric_hash(rubric)}", judge.votes
-    model = load_reward_model("--reward-model", flags.reward_model)
-    return f"reward-model {flags.reward_model}", partial(_by_reward_model, model)
-
-
-def _expected(name: str, given: str, flags: SimpleNamespace, drawing: Mapping[str, Any] | None) -> list[Sampled]:
-    """Return the answers of a file, or those that a model is to give with its settings; UserError if its file has others."""
-    if drawing is None:
-        return read_answers(Path(given).expanduser())
-    prompts = Path(flags.prompts)
-    with open_rows(_file_of(name, flags), option="--out") as file:
-        check_template(find_model(name, given), find_tasks(file, prompts=prompts, model=given, settings=drawing))
-    return planned_answers(prompts, model=given, settings=drawing)
-
-
-def _file_of(name: str, flags: SimpleNamespace) -> Path:
-    """Return the file beside --out for the answers of MODEL or BASE."""
-    out = Path(flags.out)
-    return out.with_name(f"{out.stem}_{name.lower()}.jsonl")
+    if score is not None:
+        return f"score {score}", Scorer(path=score).votes
+    if reward_model is not None:
+        return f"reward-model {reward_model}", partial(_by_reward_model, load_reward_model("--reward-model", reward_model))
+    text = read_rubric(str(rubric))
+    judge = Judge(endpoint=server.connect(), rubric=text)
+    return f"judge {judge.model}, rubric {rubric_hash(text)}", judge.votes
 
 
 def _by_reward_model(model: RewardModel, pairs: Sequence[Question]) -> Decided:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import click
 
@@ -16,14 +15,7 @@ from nemo_kto.tools.inference.row_output import PERSON, open_rows
 from nemo_kto.tools.rounds.answers import read_answers
 from nemo_kto.tools.rounds.judge import Judge, Scorer, Scores
 from nemo_kto.tools.rounds.labelling import Labelling, best_and_worst, pair_questions, single_questions
-from nemo_kto.tools.rounds.options import (
-    decider_options,
-    judge_mistakes,
-    make_judge,
-    read_rubric,
-    report_undecided,
-    rubric_hash,
-)
+from nemo_kto.tools.rounds.options import Server, decider_options, judge_mistakes, read_rubric, report_undecided, rubric_hash
 from nemo_kto.utils.text import terminal_line
 
 _DESCRIPTION = """\
@@ -43,46 +35,55 @@ _FINITE = number("that is finite", lambda value: True)
 @click.option("--page", is_flag=True, help=_PAGE)
 @decider_options
 @click.option("--threshold", type=_FINITE, metavar="X", help="an answer with a score of at least X is good")
-@click.option("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
-def main(**options: Any) -> None:
+@click.option("--round", "round_number", type=integer_from(0), metavar="N", help="a number that is written into each row")
+def main(
+    answers: str,
+    out: str,
+    pairs: bool,
+    page: bool,
+    score: str | None,
+    judge: str | None,
+    rubric: str | None,
+    model: str | None,
+    leave_out: Sequence[str],
+    concurrency: int,
+    threshold: float | None,
+    round_number: int | None,
+) -> None:
     """Run the command; raise UserError for mistakes."""
-    flags = SimpleNamespace(**options)
-    _check(flags)
-    answers = read_answers(Path(flags.answers))
-    scores = None if flags.score is None else Scorer(path=flags.score).scores(answers)
-    if scores is not None and flags.pairs:
-        questions = best_and_worst(answers, scores)
+    server = Server(option="--judge", url=judge, model=model, leave_out=leave_out, concurrency=concurrency)
+    if mistakes := [*judge_mistakes(server, rubric), *_mistakes(page, score, judge, threshold, pairs=pairs)]:
+        raise UserError("\n  ".join(mistakes))
+    sampled = read_answers(Path(answers))
+    scores = None if score is None else Scorer(path=score).scores(sampled)
+    if scores is not None and pairs:
+        questions = best_and_worst(sampled, scores)
     else:
-        questions = pair_questions(answers) if flags.pairs else single_questions(answers)
-    labeller = PERSON if flags.score is None else f"score {flags.score}"
-    rubric = judge = None
-    if flags.judge is not None:
-        rubric = read_rubric(flags.rubric)
-        judge = make_judge(flags, rubric)
-        labeller = f"judge {judge.model}"
-    given = {
-        "labeller": labeller,
-        "round": flags.round,
-        "threshold": flags.threshold,
-        "rubric": None if rubric is None else rubric_hash(rubric),
-    }
+        questions = pair_questions(sampled) if pairs else single_questions(sampled)
+    labeller = PERSON if score is None else f"score {score}"
+    judging = rubric_key = None
+    if rubric is not None:
+        text = read_rubric(rubric)
+        judging, rubric_key = Judge(endpoint=server.connect(), rubric=text), rubric_hash(text)
+        labeller = f"judge {judging.model}"
+    given = {"labeller": labeller, "round": round_number, "threshold": threshold, "rubric": rubric_key}
     about = {name: value for name, value in given.items() if value is not None}
-    with open_rows(Path(flags.out), option="--out") as file:
+    with open_rows(Path(out), option="--out") as file:
         labelling = Labelling(questions=questions, file=file, about=about)
         if scores is not None:
-            _label_by_scores(labelling, scores, flags.threshold, pairs=flags.pairs)
-        elif judge is not None:
-            _label_by_judge(labelling, judge)
+            _label_by_scores(labelling, scores, threshold, pairs=pairs)
+        elif judging is not None:
+            _label_by_judge(labelling, judging)
         else:
             _label_on_page(labelling)
-        if judge is not None and labelling.left and not file.rows:
+        if judging is not None and labelling.left and not file.rows:
             got = f"got none on {plural(labelling.total, 'question')}"
             raise UserError(f"the judge must give a verdict on at least one question, {got}; remove the reason above")
         good = sum(row.get("label") is True for row in file.rows)
-        kinds = "" if flags.pairs else f": {good:,} good, {len(file.rows) - good:,} bad"
+        kinds = "" if pairs else f": {good:,} good, {len(file.rows) - good:,} bad"
         left = labelling.total - len(file.rows)
         rest = f"; {plural(left, 'question')} left, for which the same command asks again" if left else ""
-        print(terminal_line(f"{flags.out}: {plural(len(file.rows), 'row')}{kinds}{rest}"))
+        print(terminal_line(f"{out}: {plural(len(file.rows), 'row')}{kinds}{rest}"))
 
 
 def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | None, *, pairs: bool) -> None:
@@ -117,16 +118,13 @@ def _label_on_page(labelling: Labelling) -> None:
             server.serve_forever()
 
 
-def _check(flags: SimpleNamespace) -> None:
-    """Raise UserError with all options that do not fit each other."""
-    ways = [f"--{name}" for name in ("page", "score", "judge") if getattr(flags, name) not in (None, False)]
-    mistakes = [*judge_mistakes(flags)]
-    if len(ways) > 1:
-        mistakes.append(f"at most one of --page, --score and --judge must be given, got {' and '.join(ways)}; choose one")
-    if flags.threshold is not None and flags.score is None:
-        mistakes.append(f"--threshold must be used with --score, got {flags.threshold:g} without it; leave it out")
-    if flags.threshold is not None and flags.pairs:
+def _mistakes(page: bool, score: str | None, judge: str | None, threshold: float | None, *, pairs: bool) -> Iterator[str]:
+    """Yield the mistakes in options that do not fit each other."""
+    given = {"--page": page, "--score": score is not None, "--judge": judge is not None}
+    if len(ways := [name for name, is_given in given.items() if is_given]) > 1:
+        yield f"at most one of --page, --score and --judge must be given, got {' and '.join(ways)}; choose one"
+    if threshold is not None and score is None:
+        yield f"--threshold must be used with --score, got {threshold:g} without it; leave it out"
+    if threshold is not None and pairs:
         text = "--threshold must be used without --pairs, which are the best and the worst answer"
-        mistakes.append(f"{text}, got {flags.threshold:g}; leave it out")
-    if mistakes:
-        raise UserError("\n  ".join(mistakes))
+        yield f"{text}, got {threshold:g}; leave it out"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from nemo_kto.cli.command import Decorator, WordChoice, integer_from, together
-from nemo_kto.errors import UserError, plural
-from nemo_kto.tools.inference.sampling_options import sampling_options
+from nemo_kto.errors import UserError, plural, refuse_broken
+from nemo_kto.tools.inference.sampling import Sampling, sampling_options
 from nemo_kto.utils.files import read_bytes
 from nemo_kto.utils.text import print_error
 
 if TYPE_CHECKING:
     from nemo_kto.tools.rounds.endpoint import Endpoint
-    from nemo_kto.tools.rounds.judge import Judge
     from nemo_kto.tools.rounds.labelling import Question
 
 _CONCURRENCY = 8  # default of the requests to a server at the same time
@@ -64,19 +63,56 @@ def drawing_options(*, count: int) -> Decorator[Any]:
     )
 
 
-def judge_mistakes(flags: SimpleNamespace) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How the answers to each prompt are drawn."""
+
+    sampling: Sampling
+    count: int
+    system: str | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values by the names of their options, which each answer of a file records."""
+        return {"count": self.count, **asdict(self.sampling), "system": self.system}
+
+    def check(self) -> None:
+        """Raise UserError if the options contradict each other."""
+        refuse_broken("--system", self.system or "")
+        if self.sampling.temperature == 0 and self.count > 1:
+            raise UserError(f"-n must be 1 with --temperature 0, whose answers are equal, got {self.count}; change one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """The options of a server with OpenAI's interface; ``option`` is the one with its URL, --endpoint or --judge."""
+
+    option: str
+    url: str | None
+    model: str | None
+    leave_out: Sequence[str]
+    concurrency: int
+
+    def mistakes(self, **others: str | None) -> Iterator[str]:
+        """Yield the mistakes in options that need a server: ``others``, and those of this class."""
+        for name, value in {**others, "model": self.model, "leave-out": " ".join(self.leave_out) or None}.items():
+            if value is not None and self.url is None:
+                yield f"--{name} must be used with {self.option}, got {value} without it; leave it out"
+
+    def connect(self) -> Endpoint:
+        """Return the client of the server; UserError if it cannot be used."""
+        from nemo_kto.tools.rounds.endpoint import Endpoint
+
+        assert self.url is not None
+        about: Any = {"option": self.option, "concurrency": self.concurrency, "left_out": self.leave_out}
+        return Endpoint(url=self.url, model=self.model, **about)
+
+
+def judge_mistakes(server: Server, rubric: str | None) -> Iterator[str]:
     """Yield the mistakes in the options of a model that judges."""
-    yield from server_mistakes(flags, "judge", "rubric", "model", "leave_out")
-    if flags.judge is not None and flags.rubric is None:
+    yield from server.mistakes(rubric=rubric)
+    if server.url is not None and rubric is None:
         yield "--rubric must be given with --judge, got none; write a file that says what a good answer is"
-
-
-def server_mistakes(flags: SimpleNamespace, server: str, *names: str) -> Iterator[str]:
-    """Yield the mistakes in options that need the option of a server."""
-    for name in names:
-        if (value := getattr(flags, name)) not in (None, ()) and getattr(flags, server) is None:
-            got = " ".join(value) if isinstance(value, tuple) else value
-            yield f"--{name.replace('_', '-')} must be used with --{server}, got {got} without it; leave it out"
 
 
 def read_rubric(path: str) -> str:
@@ -90,21 +126,6 @@ def read_rubric(path: str) -> str:
 def rubric_hash(rubric: str) -> str:
     """Return the hash of a rubric, for the rows of a file."""
     return f"{zlib.crc32(rubric.encode()):08x}"
-
-
-def make_judge(flags: SimpleNamespace, rubric: str) -> Judge:
-    """Return the judge of the options; UserError if its server cannot be used."""
-    from nemo_kto.tools.rounds.judge import Judge
-
-    return Judge(endpoint=make_endpoint(flags, "judge"), rubric=rubric)
-
-
-def make_endpoint(flags: SimpleNamespace, name: str) -> Endpoint:
-    """Return the server of an option; UserError if it cannot be used."""
-    from nemo_kto.tools.rounds.endpoint import Endpoint
-
-    about = {"model": flags.model, "concurrency": flags.concurrency, "left_out": flags.leave_out}
-    return Endpoint(url=getattr(flags, name), option=f"--{name}", **about)
 
 
 def report_undecided(command: str, questions: Sequence[Question], undecided: Mapping[str, str], noun: str) -> None:

@@ -6,14 +6,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from nemo_kto.cli.command import command
 from nemo_kto.data.rows.reader import RowErrors
-from nemo_kto.errors import UserError, plural, refuse_broken
+from nemo_kto.errors import UserError, plural
 from nemo_kto.model_files.model_folders import quick_hash
 from nemo_kto.model_files.tokenizer_files import has_chat_template
 from nemo_kto.telemetry.display import progress_bar
@@ -21,7 +20,7 @@ from nemo_kto.tools.inference.named_models import base_of_adapters, find_model, 
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.inference.sampling import Sampling, check_sampling
 from nemo_kto.tools.rounds.answers import WEIGHTS, Task, find_tasks, text_of
-from nemo_kto.tools.rounds.options import DRAWING, drawing_options, make_endpoint, server_mistakes, server_options
+from nemo_kto.tools.rounds.options import Drawing, Server, drawing_options, server_options
 from nemo_kto.utils.text import print_error, terminal_line
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ with the answers that it would have drawn. With --endpoint a server with OpenAI'
 gets the key in OPENAI_API_KEY; RUN|MODEL is then left out.
 """
 _PROMPTS = 'a text (.txt) with a prompt in each line, or a data file with "prompt" or "messages"'
-_DRAWING = ("count", *DRAWING, "system")
 # answers, reasons of their ends and settings that were left out, or why there is none
 Drawn = tuple[Task, Sequence[tuple[Any, ...]] | UserError]
 
@@ -45,27 +43,39 @@ Drawn = tuple[Task, Sequence[tuple[Any, ...]] | UserError]
 @drawing_options(count=4)
 @click.option("--endpoint", metavar="URL", help="ask this server, such as http://localhost:8000")
 @server_options
-def main(**options: Any) -> None:
+def main(
+    folder: str | None,
+    prompts: str | None,
+    out: str,
+    count: int,
+    system: str | None,
+    device: str,
+    endpoint: str | None,
+    model: str | None,
+    leave_out: Sequence[str],
+    concurrency: int,
+    **generation: Any,
+) -> None:
     """Run the command; raise UserError for mistakes, or, after all other answers, for prompts that have none."""
-    flags = SimpleNamespace(**options)
-    if flags.prompts is None:  # the only word
-        flags.folder, flags.prompts = None, flags.folder
-    if flags.prompts is None:
+    if prompts is None:  # the only word
+        folder, prompts = None, folder
+    if prompts is None:
         raise UserError("PROMPTS must be given, got none; name a text with a prompt in each line, or a data file")
-    check_sampling(flags)
-    if (flags.folder is None) == (flags.endpoint is None):
-        got = "neither" if flags.folder is None else f"{flags.folder} and {flags.endpoint}"
+    drawing = Drawing(sampling=Sampling(**generation), count=count, system=system)
+    server = Server(option="--endpoint", url=endpoint, model=model, leave_out=leave_out, concurrency=concurrency)
+    check_sampling(drawing.sampling, device)
+    if (folder is None) == (endpoint is None):
+        got = "neither" if folder is None else f"{folder} and {endpoint}"
         raise UserError(f"one of RUN|MODEL and --endpoint must be given, got {got}; --model names a model of the server")
-    if mistakes := [*server_mistakes(flags, "endpoint", "model", "leave_out")]:
+    if mistakes := [*server.mistakes()]:
         raise UserError("\n  ".join(mistakes))
-    check_drawing(flags)
-    model, settings, endpoint = flags.folder, drawing_settings(flags), None
-    if flags.endpoint is None:
-        settings[WEIGHTS] = quick_hash(find_model("MODEL", model))
+    drawing.check()
+    if folder is None:
+        client = server.connect()
+        write_answers(Path(out), client.model, Path(prompts), drawing.settings, endpoint=client)
     else:
-        endpoint = make_endpoint(flags, "endpoint")
-        model = endpoint.model
-    write_answers(Path(flags.out), model, Path(flags.prompts), settings, endpoint=endpoint)
+        settings = {**drawing.settings, WEIGHTS: quick_hash(find_model("MODEL", folder))}
+        write_answers(Path(out), folder, Path(prompts), settings)
 
 
 def write_answers(
@@ -162,15 +172,3 @@ def _from_server(endpoint: Endpoint, tasks: Sequence[Task], settings: Mapping[st
 
 def _seed(*parts: int) -> int:
     return zlib.crc32(repr(parts).encode())
-
-
-def drawing_settings(flags: SimpleNamespace) -> dict[str, Any]:
-    """Return the values of these options, which each answer of a file records."""
-    return {name: getattr(flags, name) for name in _DRAWING}
-
-
-def check_drawing(flags: SimpleNamespace) -> None:
-    """Raise UserError if these options contradict each other."""
-    refuse_broken("--system", flags.system or "")
-    if flags.temperature == 0 and flags.count > 1:
-        raise UserError(f"-n must be 1 with --temperature 0, whose answers are equal, got {flags.count}; change one")

@@ -50,12 +50,7 @@ REPORT = [
     "  labels: preference: chosen is desirable; rejected is undesirable, label: true is desirable",
     "",
     "examples        5: 4 desirable, 1 undesirable",
-    balance(
-        "4",
-        "model.kto.desirable_loss_weight=1",
-        "model.kto.undesirable_loss_weight=3",
-        "model.kto.auto_balance=true",
-    ),
+    balance("4", "model.kto.desirable_loss_weight=1", "model.kto.undesirable_loss_weight=3", "model.kto.auto_balance=true"),
     "prompts         3 distinct, 1 with several examples, at most 3 (rows.jsonl:1)",
     Message("duplicates", "1", "prompt", "answer", "label", "first", "rows.jsonl:4", "rows.jsonl:1"),
     Message("contradictions", "3", "answer", "label", "first", "rows.jsonl:1", "rows.jsonl:2"),

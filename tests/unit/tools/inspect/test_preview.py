@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.tools.inspect import preview_command as preview
-from nemo_kto.tools.inspect.data_preview import Marks
+from nemo_kto.tools.inspect.preview_command import Marks
 from tests.helpers.messages import Message, assert_names, raises
 from tests.helpers.outputs import assert_output
 from tests.helpers.tiny_models import write_rows
@@ -58,10 +58,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [*DPO, "model.dpo.preference_loss=rpo_sq"],
     ),
     "pairs-as-examples": ([{**PAIR, "weight": 2.5}, PAIR], ["--rows=1"]),
-    "one-row": (
-        [{"question": "q", "answer": "a", "label": False}],
-        ["model.data.fields={prompt:question,response:answer}"],
-    ),
+    "one-row": ([{"question": "q", "answer": "a", "label": False}], ["model.data.fields={prompt:question,response:answer}"]),
     "no-kl-examples": ([PLAIN, PLAIN], ["--rows=1", "model.kto.preference_loss=apo_zero_unpaired"]),
     "plain-text-with-the-template": ([PLAIN], ["model.data.apply_chat_template=true"]),
     "messages": ([{**PLAIN, "prompt": [USER]}], []),

@@ -24,7 +24,7 @@ from nemo_kto.memory.hardware import Hardware, Machines, gpus_elsewhere
 from nemo_kto.memory.run_plan import check_memory, make_plan, place_reference
 from nemo_kto.tools.plan import layouts
 from nemo_kto.tools.plan import plan_command as plan
-from nemo_kto.tools.plan.shortage import _counts
+from nemo_kto.tools.plan.layouts import _counts
 from tests.helpers.messages import Message, raises
 from tests.helpers.outputs import assert_output
 from tests.helpers.published_models import CONFIGS
@@ -219,13 +219,7 @@ def test_invalid_options_of_plan(argv: list[str], expected: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "loss", "swapped", "cached"),
-    [
-        (KTO, "kto", 3, 1),
-        (KTO, "bco", 2, 1),
-        (DPO, "dpo", 1, 0),
-        (DPO, "aot", 2, 1),
-    ],
+    ("recipe", "loss", "swapped", "cached"), [(KTO, "kto", 3, 1), (KTO, "bco", 2, 1), (DPO, "dpo", 1, 0), (DPO, "aot", 2, 1)]
 )
 def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
     recipe: Recipe, loss: str, swapped: int, cached: int, load: Load

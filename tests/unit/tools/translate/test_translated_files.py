@@ -109,12 +109,7 @@ FILES: list[tuple[str, str, str, dict[str, Any]]] = [
 def effective(file: Path, algorithm: str) -> dict[str, Any]:
     """The values of the composed command, of adapters only if they are trained, and of pairs only for DPO."""
     given = read_options(file)
-    found = translate(
-        given.values,
-        trainer=given.trainer,
-        method=given.method,
-        recipe=RECIPES[algorithm],
-    )
+    found = translate(given.values, trainer=given.trainer, method=given.method, recipe=RECIPES[algorithm])
     config = load(found.words(), source=SOURCES[algorithm])
     assert to_config(config, recipe=found.recipe)[1] == []
     values: Any = OmegaConf.to_container(config, resolve=True)
