@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from nemo_kto.records.plots import Plot, Series, plots_of, quality_plot, step_range
 from nemo_kto.records.run_record import RunRecord
@@ -26,7 +26,7 @@ def look(series: Series) -> tuple[int, int]:
     return series.colour % len(COLOURS), min(series.colour // len(COLOURS), len(_LINES) - 1)
 
 
-def summary_picture(run: RunRecord, path: Path) -> None:
+def summary_picture(run: RunRecord, path: Path | BinaryIO) -> None:
     """Write a PNG with the four essential curves of a run: loss, rewards, margin, and AUC or accuracy (else KL or the
     gradient norm), for a white page.
     """
