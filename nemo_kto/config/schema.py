@@ -109,6 +109,13 @@ class TrainerConfig(Section):
     callbacks: Annotated[list[str | dict[str, object]], TIMES]
 
 
+class TrackioConfig(Section):
+    """Section exp_manager.trackio_logger_kwargs: arguments of trackio.init."""
+
+    project: Name
+    name: Name
+
+
 class WandbConfig(Section):
     """Section exp_manager.wandb_logger_kwargs: arguments of Lightning's WandbLogger."""
 
@@ -169,6 +176,8 @@ class ExpManagerConfig(Section):
     explicit_log_dir: Annotated[FilePath, check(bool, "not be empty")]
     resume_if_exists: bool
     create_tensorboard_logger: bool
+    create_trackio_logger: bool
+    trackio_logger_kwargs: TrackioConfig
     create_wandb_logger: bool
     wandb_logger_kwargs: WandbConfig
     create_mlflow_logger: bool
