@@ -32,6 +32,7 @@ from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, find_checkpoints
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.processes import ranks, signals
 from nemo_kto.records.drawing import summary_picture
+from nemo_kto.records.notification import notifying
 from nemo_kto.records.run_record import check_not_in_use, read_run
 from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
@@ -184,7 +185,8 @@ def _run(job: Job, run: ResolvedRun, overrides: Sequence[str]) -> Run:
     ranks.begin_now()
     try:
         # the output of a notebook, or a redirected one, is not that of the process, which the ranks would inherit
-        job.start_ranks(run, overrides, output=None if sys.stdout is sys.__stdout__ else _show)
+        with notifying(run.cfg.exp_manager.notify, run.folder):
+            job.start_ranks(run, overrides, output=None if sys.stdout is sys.__stdout__ else _show)
     except RanksEnded as end:
         message = redacted(end.message)
         if message and (end.status == signals.ENDED_EARLY or signal.SIGINT in end.received):
