@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ SETTINGS = "hardware=cpu model.data.seq_length=64 batch=8 epochs=200 export.repo
 def address(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The address of the page, and its working directory with a model and a file of rows."""
     folder = tmp_path_factory.mktemp("ui")
-    (folder / "tiny").symlink_to(tiny_llama)
+    shutil.copytree(tiny_llama, folder / "tiny")
+    generation = json.loads((folder / "tiny/generation_config.json").read_text())
+    (folder / "tiny/generation_config.json").write_text(json.dumps({**generation, "max_new_tokens": 4}))
     rows = [{"question": row.pop("prompt"), **row} for row in make_rows(40)]
     write_rows(folder / "feedback.jsonl", rows)
     words = [*CLI, "ui"]
@@ -35,7 +38,7 @@ def address(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert server.stdout is not None
         yield server.stdout.readline().split()[1], folder
         server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 0
+        assert server.wait(180) == 0
 
 
 @contextmanager
@@ -70,7 +73,7 @@ def test_a_run_from_the_page(chromium: Browser, address: tuple[str, Path], scree
         command = (
             "nemo-kto kto tiny feedback.jsonl 'model.data.fields={prompt:question}' exp_manager.explicit_log_dir=results/"
         )
-        expect(page.locator(".cm-content")).to_contain_text(f"{command}my_run {SETTINGS}")
+        expect(page.locator(".cm-content")).to_contain_text(f"{command}my_run {SETTINGS}", timeout=MINUTES)
         page.get_by_role("button", name="Show rows").click()
         expect(page.get_by_label("Rows, check and plan")).to_have_value(re.compile("KL example"), timeout=2 * MINUTES)
         page.get_by_role("button", name="Start").click()
@@ -85,7 +88,7 @@ def test_a_run_from_the_page(chromium: Browser, address: tuple[str, Path], scree
         page.get_by_label("Run or model").fill("tiny")
         page.get_by_role("textbox", name="Prompt").fill("juniper fjord")
         page.keyboard.press("Enter")
-        expect(page.locator(".message.bot")).to_have_text(re.compile(r"\w"), timeout=3 * MINUTES)
+        expect(page.locator(".message.bot")).to_be_visible(timeout=5 * MINUTES)
         page.screenshot(path=screenshots / "ui-chat.png", full_page=True)
 
 

@@ -50,9 +50,12 @@ def _training_tab(workbench: Workbench) -> None:
     output = gr.Textbox(label="Output of the run", lines=4, max_lines=20, interactive=False, elem_classes="output")
     shown = gr.State(("", "", ""))
 
-    def rename(name: str, file: str | None) -> list[Any]:
+    def name_columns(name: str) -> list[Any]:
+        return [gr.update(label=label, value=_SAME) for label in _labels(name)]
+
+    def find_columns(file: str | None) -> list[Any]:
         found = [_SAME, *columns_of(file)] if file else [_SAME]
-        return [gr.update(choices=found, label=label, value=_SAME) for label in _labels(name)]
+        return [gr.update(choices=found) for _ in columns]
 
     def show(name: str) -> Any:
         def run(*values: str | None) -> Iterator[str]:
@@ -70,7 +73,8 @@ def _training_tab(workbench: Workbench) -> None:
             raise gr.Error(str(error)) from error
 
     timer = gr.Timer(_SECONDS)
-    gr.on([algorithm.change, data.change], rename, [algorithm, data], columns, show_progress="hidden")
+    algorithm.change(name_columns, algorithm, columns, show_progress="hidden")
+    data.change(find_columns, data, columns, show_progress="hidden")
     gr.on([each.change for each in fields], _command_line, fields, command, show_progress="hidden")
     for button, name in ((rows, "data preview"), (check, "check"), (plan, "plan")):
         button.click(show(name), fields, report, show_progress="minimal")
