@@ -360,7 +360,7 @@ def _import_trackio(folder: Path) -> Any:
 
 
 def _trackio(
-    folder: Path, resumed_step: int | None, arguments: Mapping[str, str], val_prefixes: Sequence[str]
+    folder: Path, resumed_step: int | None, arguments: Mapping[str, Any], val_prefixes: Sequence[str]
 ) -> TrackioBoard:
     trackio = _import_trackio(folder)
     return TrackioBoard(trackio=trackio, resumed=resumed_step is not None, val_prefixes=val_prefixes, **arguments)

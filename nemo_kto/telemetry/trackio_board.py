@@ -14,6 +14,7 @@ from nemo_kto.errors import describe
 from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.evaluations import COLUMNS, RewardHistogram, Sample, cells
 
+_MAX_TITLE = 80  # characters, which the list of alerts shows
 _RISES = 2  # consecutive validations with a higher loss that raise an alert
 
 
@@ -64,7 +65,7 @@ class TrackioBoard(logging.Handler):
         text = redacted(record.getMessage())
         if record.name.startswith("nemo_kto") and text not in self._seen:
             self._seen.add(text)
-            self._alert("warning", text, "WARN" if record.levelno < logging.ERROR else "ERROR")
+            self._alert(text[:_MAX_TITLE], text, "WARN" if record.levelno < logging.ERROR else "ERROR")
 
     def finalize(self, status: str) -> None:
         logging.root.removeHandler(self)

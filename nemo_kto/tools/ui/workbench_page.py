@@ -50,9 +50,6 @@ def _training_tab(workbench: Workbench) -> None:
     output = gr.Textbox(label="Output of the run", lines=4, max_lines=20, interactive=False, elem_classes="output")
     shown = gr.State(("", "", ""))
 
-    def name_columns(name: str) -> list[Any]:
-        return [gr.update(label=label, value=_SAME) for label in _labels(name)]
-
     def find_columns(file: str | None) -> list[Any]:
         found = [_SAME, *columns_of(file)] if file else [_SAME]
         return [gr.update(choices=found) for _ in columns]
@@ -73,7 +70,7 @@ def _training_tab(workbench: Workbench) -> None:
             raise gr.Error(str(error)) from error
 
     timer = gr.Timer(_SECONDS)
-    algorithm.change(name_columns, algorithm, columns, show_progress="hidden")
+    algorithm.change(_name_columns, algorithm, columns, show_progress="hidden")
     data.change(find_columns, data, columns, show_progress="hidden")
     gr.on([each.change for each in fields], _command_line, fields, command, show_progress="hidden")
     for button, name in ((rows, "data preview"), (check, "check"), (plan, "plan")):
@@ -114,6 +111,10 @@ def _chat_tab(workbench: Workbench) -> None:
 
 def _labels(algorithm: str) -> list[str]:
     return [f"Column of {name}" for name in COLUMNS[algorithm]]
+
+
+def _name_columns(algorithm: str) -> list[Any]:
+    return [gr.update(label=label, value=_SAME) for label in _labels(algorithm)]
 
 
 def _choices(*values: str | None) -> Choices:

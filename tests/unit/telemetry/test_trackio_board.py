@@ -87,7 +87,7 @@ def test_alerts(folder: Path) -> None:
     logging.getLogger("nemo_kto").warning("after the end")
     assert rows(folder, "select level, title, text, step from alerts order by id") == [
         ("warn", "val/a_loss rises", "0.25 -> 0.5 -> 0.75", 3),
-        ("warn", "warning", "the loss jumped", 5),
+        ("warn", "the loss jumped", "the loss jumped", 5),
         ("error", "training failed", "RuntimeError: no memory", 5),
     ]
 
