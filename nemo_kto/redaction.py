@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 HIDDEN = "***"
 _MIN_LENGTH = 8  # of a secret in the environment; a shorter one would also match ordinary words
-_SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"  # nosec B105  # names of secrets
+_SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret|notify)"  # nosec B105  # names of secrets
 _SECRET_NAME = re.compile(rf"(?:^|_){_SECRET}$", re.IGNORECASE)
 _IN_TEXT: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     # credentials in a URL: user:password, or a token

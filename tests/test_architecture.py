@@ -173,6 +173,11 @@ PACKAGES = {
     "tools/translate": Package(
         own=names("cli config algorithms model_files data utils"), outside=names("click omegaconf yaml")
     ),
+    "tools/ui": Package(
+        own=names("cli config data records telemetry utils"),
+        outside=names("click"),
+        only_in=tuple((name, names("server.py workbench_page.py")) for name in ("gradio", "fastapi", "uvicorn")),
+    ),
 }
 # Modules of the top level; they import only the standard library, and each other.
 ALL_MAY_IMPORT = names("__version__ errors redaction")

@@ -5,11 +5,14 @@ The ranks are processes of their own, started as by the command `nemo-kto`, so t
 
 from __future__ import annotations
 
+import html
 import inspect
+import io
 import re
 import signal
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,9 @@ from nemo_kto.losses.loss import Loss
 from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, find_checkpoints
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.processes import ranks, signals
-from nemo_kto.records.run_record import check_not_in_use
+from nemo_kto.records.notification import notifying
+from nemo_kto.records.plots import summary_picture
+from nemo_kto.records.run_record import check_not_in_use, read_run
 from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.display import figures_of, model_lines, table
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
@@ -52,15 +57,30 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl, each with a step and the metrics logged at it."""
-        return list(read_metrics(self.folder / METRICS_FILE))
+        """The logged metrics: one row for each step, with those of training, validation and checkpoint together."""
+        steps: dict[int, dict[str, Any]] = {}
+        for line in read_metrics(self.folder / METRICS_FILE):
+            steps.setdefault(line["step"], {}).update(line)
+        return [steps[step] for step in sorted(steps)]
 
     def metrics_frame(self) -> pandas.DataFrame:
-        """Return the metrics as a DataFrame with one row for each step, whose index is the step."""
-        import pandas
+        """Return the metrics as a DataFrame with one row for each step, whose index is the step.
 
+        Raises UserError without the package pandas.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            text = f"metrics_frame needs the package pandas, which cannot be imported ({error})"
+            raise UserError(f"{text}; run `pip install pandas`, or read run.metrics") from error
         rows = pandas.DataFrame(self.metrics)
-        return rows.groupby("step").last() if len(rows) else rows
+        return rows.set_index("step") if len(rows) else rows
+
+    def _repr_html_(self) -> str:
+        """Return the summary and the essential curves for a notebook, which shows a run that ends a cell."""
+        summary_picture(read_run(self.folder), picture := io.BytesIO())
+        image = f'<img src="data:image/png;base64,{b64encode(picture.getvalue()).decode()}" alt="curves" width="800">'
+        return f"<pre>{html.escape(self.report())}</pre>{image}"
 
     def load(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the aligned model and its tokenizer with transformers; ``options`` go to the model's ``from_pretrained``.
@@ -165,7 +185,8 @@ def _run(job: Job, run: ResolvedRun, overrides: Sequence[str]) -> Run:
     ranks.begin_now()
     try:
         # the output of a notebook, or a redirected one, is not that of the process, which the ranks would inherit
-        job.start_ranks(run, overrides, output=None if sys.stdout is sys.__stdout__ else _show)
+        with notifying(run.cfg.exp_manager.notify, run.folder):
+            job.start_ranks(run, overrides, output=None if sys.stdout is sys.__stdout__ else _show)
     except RanksEnded as end:
         message = redacted(end.message)
         if message and (end.status == signals.ENDED_EARLY or signal.SIGINT in end.received):

@@ -29,6 +29,7 @@ from nemo_kto.device import device, environment
 from nemo_kto.errors import ConfigError, UserError, plural
 from nemo_kto.model_files.hub import is_hub_name
 from nemo_kto.processes import ranks, signals
+from nemo_kto.records.notification import notifying
 from nemo_kto.redaction import redacted
 from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.files import redact_file
@@ -126,12 +127,14 @@ class Job:
                 check_not_in_use(run.folder)  # before the seconds that the imports of the ranks take
             except UserError as error:
                 ranks.fail(error, world=None)
-        if self.world is None and (run.local_ranks > 1 or sweep):
-            own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
-            self._train_in_ranks(run, [*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
-        else:
-            self._note(compose.notes(config))
-            self._train(run)
+        leads = self.world is None or (self.world.rank == 0 and not ranks.has_launcher())
+        with notifying(run.cfg.exp_manager.notify if leads else None, run.folder):
+            if self.world is None and (run.local_ranks > 1 or sweep):
+                own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
+                self._train_in_ranks(run, [*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
+            else:
+                self._note(compose.notes(config))
+                self._train(run)
 
     def _with_layout(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool) -> tuple[DictConfig, Sequence[str]]:
         """Return the configuration and its overrides with a layout in the place of recipe=auto."""

@@ -54,6 +54,7 @@ COMMANDS = {
     "check": Entry("tools.plan.check_command", "Check every key, file and row of a run, without its GPUs.", logs=True),
     "translate": Entry("tools.translate.translate_command", "Print the command for a configuration of TRL or ms-swift."),
     "report": Entry("tools.report.report_command", "Write a page about a run, or a comparison of several."),
+    "ui": Entry("tools.ui.ui_command", "Open a page on this machine that checks, starts and watches runs."),
     "data preview": Entry("tools.inspect.preview_command", "Show the first rows of a file as the model sees them."),
     "data check": Entry("tools.inspect.check_data_command", "Report statistics and invalid rows of data files."),
     "data tokenise": Entry("cli.tokenise_command", "Tokenise the rows of a run in advance, with all cores.", logs=True),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import or_
@@ -33,6 +35,13 @@ def _accepts(parse: Callable[[str], object]) -> Callable[[str], bool]:
 
 def _is_part(part: float) -> bool:
     return part >= 0 and (isinstance(part, int) or part <= 1.0)
+
+
+def _can_notify(target: str | None) -> bool:
+    try:
+        return target is None or target.startswith("https://") or shutil.which(shlex.split(target)[0]) is not None
+    except (ValueError, IndexError):  # an open quote, or no word
+        return False
 
 
 def _two_decays(betas: list[float]) -> bool:
@@ -108,6 +117,13 @@ class TrainerConfig(Section):
     callbacks: Annotated[list[str | dict[str, object]], TIMES]
 
 
+class TrackioConfig(Section):
+    """Section exp_manager.trackio_logger_kwargs: arguments of trackio.init."""
+
+    project: Name
+    name: Name
+
+
 class WandbConfig(Section):
     """Section exp_manager.wandb_logger_kwargs: arguments of Lightning's WandbLogger."""
 
@@ -168,10 +184,13 @@ class ExpManagerConfig(Section):
     explicit_log_dir: Annotated[FilePath, check(bool, "not be empty")]
     resume_if_exists: bool
     create_tensorboard_logger: bool
+    create_trackio_logger: bool
+    trackio_logger_kwargs: TrackioConfig
     create_wandb_logger: bool
     wandb_logger_kwargs: WandbConfig
     create_mlflow_logger: bool
     mlflow_logger_kwargs: MLflowConfig
+    notify: Annotated[str | None, check(_can_notify, "be an https URL, or a command whose program is installed")]
     checkpoint_callback_params: CheckpointConfig
     create_early_stopping_callback: Annotated[bool, TIMES]
     early_stopping_callback_params: Annotated[EarlyStoppingConfig, TIMES]

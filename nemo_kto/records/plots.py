@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from nemo_kto.records.curves import Curve
 from nemo_kto.records.run_record import RunRecord
@@ -152,7 +152,7 @@ def look(series: Series) -> tuple[int, int]:
     return series.colour % len(COLOURS), min(series.colour // len(COLOURS), len(_LINES) - 1)
 
 
-def summary_picture(run: RunRecord, path: Path) -> None:
+def summary_picture(run: RunRecord, path: Path | BinaryIO) -> None:
     """Write a PNG with the four essential curves of a run: loss, rewards, margin, and AUC or accuracy (else KL or the
     gradient norm), for a white page.
     """

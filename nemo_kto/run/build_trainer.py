@@ -245,6 +245,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
     return {
         "folder": run.folder,
         "tensorboard": settings.create_tensorboard_logger,
+        "trackio": settings.trackio_logger_kwargs.model_dump() if settings.create_trackio_logger else None,
         "wandb": redacted_value(settings.wandb_logger_kwargs.model_dump()) if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
         "samples": settings.samples.enabled,

@@ -221,6 +221,8 @@ def end_table(
         larger = {"max_epochs": run.length.max_epochs + 1, "max_steps": max_steps}
         overrides += [f"trainer.{name}.{limit}={larger[limit]}" for limit in limits]
     board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
+    if cfg.exp_manager.create_trackio_logger:
+        board += f"; TRACKIO_DIR={os.environ.get('TRACKIO_DIR', run.folder / 'trackio')} trackio show"
     lines |= figures_of(metrics, validations=run.validation_titles)
     kept = find_checkpoints(run.checkpoints)
     lines |= {**_checkpoint_lines(run, kept, best), **_export_lines(run, policy, trainer, kept, best)}

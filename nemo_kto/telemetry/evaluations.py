@@ -158,16 +158,17 @@ def markdown(sample: Sample) -> str:
 
 def log_to_wandb(logger: Any, samples: Sequence[Sample], step: int) -> None:
     """Write a table of the answers to all prompts; ``logger`` is Lightning's WandbLogger."""
-    logger.log_text(key="samples", columns=COLUMNS, data=[_cells(sample) for sample in samples], step=step)
+    logger.log_text(key="samples", columns=COLUMNS, data=[cells(sample) for sample in samples], step=step)
 
 
 def log_to_mlflow(logger: Any, samples: Sequence[Sample], step: int) -> None:
     """Append the answers to a table, which is an artifact of the run; ``logger`` is Lightning's MLFlowLogger."""
-    rows = [_cells(sample) for sample in samples]
+    rows = [cells(sample) for sample in samples]
     table = {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)}
     logger.experiment.log_table(logger.run_id, table, artifact_file=_MLFLOW_TABLE)
 
 
-def _cells(sample: Sample) -> list[object]:
+def cells(sample: Sample) -> list[object]:
+    """Return the row of a table with :data:`COLUMNS`."""
     values = asdict(sample)
     return [values[name] for name in COLUMNS]

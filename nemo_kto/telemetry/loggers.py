@@ -1,4 +1,4 @@
-"""Loggers of a run: files of JSON lines always; TensorBoard, Weights & Biases and MLflow if enabled.
+"""Loggers of a run: files of JSON lines always; TensorBoard, trackio, Weights & Biases and MLflow if enabled.
 
 The last two use the loggers of Lightning, which need no Lightning Trainer. Only rank 0 logs. Metrics have the names of
 NeMo-Aligner with a prefix: train/loss, train/kl, train/rewards_chosen_mean ..., val/..., timing/... (seconds), perf/... .
@@ -39,6 +39,7 @@ from nemo_kto.telemetry.evaluations import (
     log_to_wandb,
 )
 from nemo_kto.telemetry.tensorboard import TensorBoard
+from nemo_kto.telemetry.trackio_board import TrackioBoard
 from nemo_kto.utils.fields import Count, Number, Record, read_lines_as
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
@@ -153,6 +154,7 @@ class RunLogger:
         enabled: bool,
         resumed_step: int | None = None,
         tensorboard: bool = True,
+        trackio: Mapping[str, object] | None = None,
         wandb: Mapping[str, object] | None = None,
         mlflow: Mapping[str, object] | None = None,
         samples: bool = False,
@@ -166,6 +168,7 @@ class RunLogger:
         Args:
             enabled: whether this rank logs; True on rank 0 only.
             resumed_step: optimizer steps done before the run was resumed; None for a new run.
+            trackio: project and name of trackio's run; None disables it. Its folder is ``folder``/trackio, or TRACKIO_DIR.
             wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
                 MLflow writes to ``folder``/mlflow.db and mlflow_artifacts.
             samples: open samples.jsonl for :meth:`log_samples`.
@@ -182,6 +185,8 @@ class RunLogger:
             to_open["tensorboard"] = lambda: TensorBoard(
                 folder=folder / "tensorboard", resumed_step=resumed_step, val_prefixes=val_prefixes
             )
+        if trackio is not None:
+            to_open["trackio"] = partial(_trackio, folder, resumed_step, trackio, val_prefixes)
         if wandb is not None:
             to_open["wandb"] = partial(_wandb, folder, resumed_step, wandb)
         if mlflow is not None:
@@ -214,6 +219,7 @@ class RunLogger:
         """Record answers of the model after optimizer step ``step``; 0 is before the first step."""
         self._pass_on(SAMPLES_FILE, lambda file: file.add_lines(map(asdict, samples)))
         self._pass_on("tensorboard", lambda board: board.log_samples(samples, step))
+        self._pass_on("trackio", lambda board: board.log_samples(samples, step))
         self._pass_on("wandb", lambda wandb_logger: log_to_wandb(wandb_logger, samples, step))
         self._pass_on("mlflow", lambda mlflow_logger: log_to_mlflow(mlflow_logger, samples, step))
 
@@ -221,7 +227,8 @@ class RunLogger:
         """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""
         self._pass_on(REWARDS_FILE, lambda file: file.add_lines(each.line(step) for each in histograms))
         self._pass_on(EXTREMES_FILE, lambda file: file.add_lines(map(asdict, extremes)))
-        self._pass_on("tensorboard", lambda board: board.log_rewards(histograms, step))
+        for name in ("tensorboard", "trackio"):
+            self._pass_on(name, lambda board: board.log_rewards(histograms, step))
 
     def _pass_on(self, name: str, action: Callable[[Any], object]) -> None:
         """Run an action on a sink, if it is open; a sink that fails is dropped."""
@@ -240,6 +247,7 @@ def check_loggers(
     *,
     folder: Path,
     tensorboard: bool = True,
+    trackio: Mapping[str, object] | None = None,
     wandb: Mapping[str, object] | None = None,
     mlflow: Mapping[str, object] | None = None,
     samples: bool = False,
@@ -260,6 +268,8 @@ def check_loggers(
     if tensorboard:
         checks["tensorboard"] = check_tensorboard
     services = {"wandb": wandb, "mlflow": mlflow}
+    if trackio is not None:
+        checks["trackio"] = partial(_import_trackio, folder)
     checks |= {name: partial(import_package, name) for name, given in services.items() if given is not None}
     failures = []
     for name, check in checks.items():
@@ -341,6 +351,19 @@ def saved_run_id(file: Path, resumed_step: int | None) -> str | None:
 def _save_run_id(file: Path, run_id: str) -> None:
     with publish_file(file) as writing:
         writing.write_text(run_id + "\n", encoding="utf-8")
+
+
+def _import_trackio(folder: Path) -> Any:
+    """Import trackio, which takes its folder from TRACKIO_DIR when it is imported."""
+    os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))
+    return import_package("trackio")
+
+
+def _trackio(
+    folder: Path, resumed_step: int | None, arguments: Mapping[str, Any], val_prefixes: Sequence[str]
+) -> TrackioBoard:
+    trackio = _import_trackio(folder)
+    return TrackioBoard(trackio=trackio, resumed=resumed_step is not None, val_prefixes=val_prefixes, **arguments)
 
 
 def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> WandbLogger:

@@ -93,7 +93,7 @@ def _logging_rules(run: ResolvedRun) -> Errors:
         if (wrong := error_of(partial(find_callback, spec))) is not None:
             yield ConfigError("trainer.callbacks", wrong)
     yield from monitor_rules(run)
-    for package in ("tensorboard", "wandb", "mlflow"):
+    for package in ("tensorboard", "trackio", "wandb", "mlflow"):
         if getattr(run.cfg.exp_manager, f"create_{package}_logger") and not installed(package):
             yield ConfigError(f"exp_manager.create_{package}_logger", f"cannot be true: {missing_package(package)}")
 

@@ -17,7 +17,8 @@ from nemo_kto.utils.text import interval_text, percent_text, value_text
 # Differ between any two runs, or follow from other keys.
 _NOT_COMPARED = (
     "exp_manager.explicit_log_dir", "exp_manager.name", "exp_manager.wandb_logger_kwargs.name",
-    "exp_manager.mlflow_logger_kwargs.run_name", "export.path", "export.adapter_path",
+    "exp_manager.trackio_logger_kwargs.name", "exp_manager.mlflow_logger_kwargs.run_name",
+    "export.path", "export.adapter_path",
 )  # fmt: skip
 
 

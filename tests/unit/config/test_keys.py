@@ -70,7 +70,7 @@ def test_every_key_is_used(recipe: Recipe) -> None:
     )
     files = (*(package / "run").glob("*.py"), *others)
     code = "".join(file.read_text() for file in files)
-    parts = ("wandb_logger_kwargs", "mlflow_logger_kwargs", "checkpoint_callback_params")
+    parts = ("trackio_logger_kwargs", "wandb_logger_kwargs", "mlflow_logger_kwargs", "checkpoint_callback_params")
     handed_on_whole = (*(f"exp_manager.{part}." for part in parts), f"trainer.{recipe.name}.")
     only_one_value = {  # all others are refused
         "model.optim.name",

@@ -30,7 +30,7 @@ from tests.helpers.messages import Message, raises
 from tests.unit.conftest import Load
 
 KEY = "exp_manager.mlflow_logger_kwargs.tracking_uri"
-SECRETS = ("pass1word", "held-in-the-environment", "hf_abcdefghijklmnopqrst", "of-a-callback")
+SECRETS = ("pass1word", "held-in-the-environment", "hf_abcdefghijklmnopqrst", "of-a-callback", "hook-of-mine")
 
 
 def given(folder: Path, *, host: str) -> list[str]:
@@ -39,6 +39,7 @@ def given(folder: Path, *, host: str) -> list[str]:
         f"exp_manager.wandb_logger_kwargs.group=run-of-{SECRETS[1]}",
         f"exp_manager.wandb_logger_kwargs.entity={SECRETS[2]}",
         f"trainer.callbacks=[{{_target_:tests.Mine,api_token:{SECRETS[3]},steps:3}}]",
+        f"exp_manager.notify=https://hooks.host/services/{SECRETS[4]}",
         f"exp_manager.explicit_log_dir={folder / 'run'}",
     ]
 
@@ -57,7 +58,13 @@ def test_files_of_a_run_contain_no_secrets(
     written = {file.relative_to(tmp_path): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     assert [(name, secret) for name, text in written.items() for secret in SECRETS if secret.encode() in text] == []
     text = (tmp_path / "run" / "config.yaml").read_text()
-    for line in ("tracking_uri: https://***@other/mlflow", "group: run-of-***", "entity: '***'", "api_token: '***'"):
+    for line in (
+        "tracking_uri: https://***@other/mlflow",
+        "group: run-of-***",
+        "entity: '***'",
+        "api_token: '***'",
+        "notify: '***'",
+    ):
         assert line in text
     assert "steps: 3" in text
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()
