@@ -34,6 +34,8 @@ _EXPECTED = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
+# Forms of a tokenizer that other programs read, such as vLLM and llama.cpp; params.json says which version of it.
+_OTHER_TOKENIZERS = ("tekken.json", "params.json", "*.tiktoken", "*.model")
 _GENERATION_FILES = ("generation_config.json", "config.json")  # transformers reads the first that exists
 _MIN_TEMPERATURE = 1e-5  # the quotients of logits are not finite below it
 _Share = Annotated[float, Ge(0), Le(1)]
@@ -61,7 +63,7 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
     contents = {}
     # all that transformers may read beside the weights
     about = {CARD, *(file.name for pattern in _LICENSES for file in folder.glob(pattern))}
-    names = {*_EXPECTED, *about, *(file.relative_to(folder).as_posix() for file in tokenizer_files(folder))}
+    names = {*_EXPECTED, *about, *_tokenizer_names(folder)}
     for name in sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name)):
         try:
             path = file_inside(folder, name)
@@ -75,6 +77,12 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
         except OSError as error:
             logger.warning("%s is not copied into %s: %s", path, into, error.strerror)
     return contents
+
+
+def _tokenizer_names(folder: Path) -> set[str]:
+    """Return the paths of a tokenizer's files below a folder, with the chat templates."""
+    files = [*tokenizer_files(folder), *(file for pattern in _OTHER_TOKENIZERS for file in folder.glob(pattern))]
+    return {file.relative_to(folder).as_posix() for file in files if file.is_file()}
 
 
 def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
@@ -130,19 +138,20 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return kept | dict.fromkeys(names or ["torch_dtype"], dtype)  # all versions of transformers read the older name
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, *, only_tokenizer: bool = False) -> None:
     """Copy all companions but the configuration and the model card into an export, with default permissions.
 
-    Both are written for the exported model, and tokenizer_config.json without code, which is not copied. Like
-    :func:`read_companions` otherwise.
+    Both are written for the exported model, and tokenizer_config.json without code, which is not copied. Adapters need
+    ``only_tokenizer``. Like :func:`read_companions` otherwise.
 
     Raises OSError if ``target`` cannot be written.
     """
     companions, plain = read_companions(source, into="the export"), without_class(source)
     if plain is not None:
         companions[_CLASS] = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+    names = companions.keys() & _tokenizer_names(source) if only_tokenizer else companions.keys() - {CONFIG, CARD}
     for name, content in companions.items():
-        if name not in (CONFIG, CARD):
+        if name in names:
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(content)
 

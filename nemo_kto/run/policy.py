@@ -27,7 +27,7 @@ from nemo_kto.huggingface.peft import check_adapter, export_adapter, load_adapte
 from nemo_kto.memory.micro_batches import micro_batch_limits
 from nemo_kto.model_files.adapter_files import is_our_adapter, read_adapter_settings
 from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
-from nemo_kto.model_files.companion_files import auto_class
+from nemo_kto.model_files.companion_files import auto_class, copy_companions
 from nemo_kto.model_files.model_folders import is_peft_folder, named_base, refuse_other_shape
 from nemo_kto.model_files.safetensors_files import is_our_model
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
@@ -207,7 +207,9 @@ def export_policy(
     refusal = None if policy.adapters is None else refused_by_peft(architecture.family, policy.adapters)
 
     def describe(folder: Path) -> None:
-        sources = CardSources(info=info, run=run_folder, original=source, adapters=is_peft_folder(folder), refusal=refusal)
+        if is_adapter := is_peft_folder(folder):
+            copy_companions(source, folder, only_tokenizer=True)
+        sources = CardSources(info=info, run=run_folder, original=source, adapters=is_adapter, refusal=refusal)
         write_card(folder, sources)
 
     if policy.adapters is not None and adapter_out is not None:

@@ -16,6 +16,7 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.tools.inference.row_output import RowFile
 
 VARIABLES = "chat_template_kwargs"
+CUT = "length"  # "finish" of an answer that the maximum number of tokens has cut
 WEIGHTS = "weights"  # setting with a hash of the model's weights; a server does not tell it
 _MAX_DIFFERENCES = 5  # of a message
 _COLUMNS: Mapping[str, Any] = {"prompt": (str, list), "answer": (str, list), "model": str, "line": int, "index": int}
@@ -157,6 +158,7 @@ class Sampled:
     variables: Mapping[str, object]
     answer: TextOrMessages
     source: Mapping[str, Any]  # model, line of the prompt, index
+    is_cut: bool = False  # at the maximum number of tokens
 
     @property
     def text(self) -> str:
@@ -207,7 +209,12 @@ def read_answers(path: Path) -> list[Sampled]:
         source = {name: value[name] for name in ("model", "line", "index")}
         variables = value.get(VARIABLES) or {}
         sampled = Sampled(
-            place=row_place(path, line), prompt=value["prompt"], variables=variables, answer=value["answer"], source=source
+            place=row_place(path, line),
+            prompt=value["prompt"],
+            variables=variables,
+            answer=value["answer"],
+            source=source,
+            is_cut=row.get("finish") == CUT,
         )
         if (earlier := answers.setdefault(sampled.key, sampled)) is not sampled:
             key = f"line {source['line']} and index {source['index']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import click
 
 from nemo_kto.cli.command import command, integer_from, number
 from nemo_kto.errors import UserError, plural
+from nemo_kto.records.run_record import is_run
 from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.row_output import PERSON, open_rows
 from nemo_kto.tools.rounds.answers import read_answers
 from nemo_kto.tools.rounds.judge import Judge, Scorer, Scores
+from nemo_kto.tools.rounds.label_page import LOOPBACK, PageServer
 from nemo_kto.tools.rounds.labelling import Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.tools.rounds.options import Server, decider_options, judge_mistakes, read_rubric, report_undecided, rubric_hash
-from nemo_kto.utils.text import terminal_line
+from nemo_kto.utils.text import print_error, terminal_line
 
 _DESCRIPTION = """\
 Label answers that nemo-kto sample has written: on a page of this machine (--page, the default), by a function (--score), or
@@ -25,6 +28,9 @@ continues. Skipped questions come again at the next start.
 """
 _PAIRS = "which of two answers is better, shown in random order; with --score, the best against the worst"
 _PAGE = "label on a page of this machine, whose address is printed; the default"
+_HOST = f"address at which the page is served ({LOOPBACK}); any other is reached from the network, without encryption"
+_PORT = "port of the page; by default a free one"
+_MAX_PORT = 65535
 _FINITE = number("that is finite", lambda value: True)
 
 
@@ -33,6 +39,8 @@ _FINITE = number("that is finite", lambda value: True)
 @click.option("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
 @click.option("--pairs", is_flag=True, help=_PAIRS)
 @click.option("--page", is_flag=True, help=_PAGE)
+@click.option("--host", metavar="HOST", help=_HOST)
+@click.option("--port", type=integer_from(0), metavar="N", help=_PORT)
 @decider_options
 @click.option("--threshold", type=_FINITE, metavar="X", help="an answer with a score of at least X is good")
 @click.option("--round", "round_number", type=integer_from(0), metavar="N", help="a number that is written into each row")
@@ -41,6 +49,8 @@ def main(
     out: str,
     pairs: bool,
     page: bool,
+    host: str | None,
+    port: int | None,
     score: str | None,
     judge: str | None,
     rubric: str | None,
@@ -52,7 +62,9 @@ def main(
 ) -> None:
     """Run the command; raise UserError for mistakes."""
     server = Server(option="--judge", url=judge, model=model, leave_out=leave_out, concurrency=concurrency)
-    if mistakes := [*judge_mistakes(server, rubric), *_mistakes(page, score, judge, threshold, pairs=pairs)]:
+    way = "--judge" if judge is not None else "--score" if score is not None else None
+    mistakes = [*judge_mistakes(server, rubric), *_page_mistakes(host, port, way)]
+    if mistakes := [*mistakes, *_mistakes(page, score, judge, threshold, pairs=pairs)]:
         raise UserError("\n  ".join(mistakes))
     sampled = read_answers(Path(answers))
     scores = None if score is None else Scorer(path=score).scores(sampled)
@@ -68,6 +80,7 @@ def main(
         labeller = f"judge {judging.model}"
     given = {"labeller": labeller, "round": round_number, "threshold": threshold, "rubric": rubric_key}
     about = {name: value for name, value in given.items() if value is not None}
+    next_step = _next_step(sampled[0].source["model"], out, pairs=pairs)
     with open_rows(Path(out), option="--out") as file:
         labelling = Labelling(questions=questions, file=file, about=about)
         if scores is not None:
@@ -75,15 +88,23 @@ def main(
         elif judging is not None:
             _label_by_judge(labelling, judging)
         else:
-            _label_on_page(labelling)
+            _label_on_page(labelling, host=host or LOOPBACK, port=port or 0, next_step=next_step)
         if judging is not None and labelling.left and not file.rows:
             got = f"got none on {plural(labelling.total, 'question')}"
             raise UserError(f"the judge must give a verdict on at least one question, {got}; remove the reason above")
-        good = sum(row.get("label") is True for row in file.rows)
-        kinds = "" if pairs else f": {good:,} good, {len(file.rows) - good:,} bad"
+        kinds = f": {labelling.tally}" if file.rows else ""
         left = labelling.total - len(file.rows)
         rest = f"; {plural(left, 'question')} left, for which the same command asks again" if left else ""
         print(terminal_line(f"{out}: {plural(len(file.rows), 'row')}{kinds}{rest}"))
+        if file.rows:
+            print(terminal_line(f"next: {next_step}"))
+
+
+def _next_step(model: str, rows: str, *, pairs: bool) -> str:
+    """Return the command that trains on the rows; a server's name of a model is none of files."""
+    folder = Path(model).expanduser()
+    model = str(folder / "hf") if is_run(folder) else model if folder.is_dir() or model.startswith("hf:") else "MODEL"
+    return f"nemo-kto {'dpo' if pairs else 'kto'} {shlex.join([model, rows])}"
 
 
 def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | None, *, pairs: bool) -> None:
@@ -109,13 +130,23 @@ def _label_by_judge(labelling: Labelling, judge: Judge) -> None:
     report_undecided("label", left, undecided, "question")
 
 
-def _label_on_page(labelling: Labelling) -> None:
-    from nemo_kto.tools.rounds.label_page import PageServer
-
-    with PageServer(labelling=labelling) as server:
+def _label_on_page(labelling: Labelling, *, host: str, port: int, next_step: str) -> None:
+    with PageServer(labelling=labelling, host=host, port=port, next_step=next_step) as server:
         print(f"open {server.address}\nCtrl-C ends; every label is in the file at once.", flush=True)
+        if not server.is_local:
+            text = "the network can read the page, which is not encrypted, and whoever has its address can label"
+            print_error(f"nemo-kto label: warning: {text}; without --host, ssh -L forwards the port safely")
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def _page_mistakes(host: str | None, port: int | None, way: str | None) -> Iterator[str]:
+    """Yield the mistakes in options of the page."""
+    for name, value in (("host", host), ("port", port)):
+        if value is not None and way is not None:
+            yield f"--{name} must be used with the page, got {value} with {way}; leave it out"
+    if port is not None and port > _MAX_PORT:
+        yield f"--port must be at most {_MAX_PORT:,}, got {port}; leave it out for a free one"
 
 
 def _mistakes(page: bool, score: str | None, judge: str | None, threshold: float | None, *, pairs: bool) -> Iterator[str]:

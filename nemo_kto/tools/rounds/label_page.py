@@ -1,43 +1,60 @@
-"""Labels on a local web page, which only the holder of its address can open; nothing leaves this machine."""
+"""Labels on a web page of this machine, which only the holder of its address can open."""
 
 from __future__ import annotations
 
 import hmac
 import json
 import secrets
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, describe
 from nemo_kto.tools.rounds.answers import messages_of, text_of
-from nemo_kto.tools.rounds.labelling import Labelling
+from nemo_kto.tools.rounds.labelling import BOTH_BAD, TIE, Labelling, Verdict
 
+LOOPBACK = "127.0.0.1"
 _PAGE = Path(__file__).with_name("label_page.html")
 _MAX_REQUEST = 2**16  # bytes
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
-_VERDICTS = {"first": True, "second": False, "skip": None}
+_VERDICTS: dict[str, Verdict | None] = {"first": True, "second": False, "tie": TIE, "both_bad": BOTH_BAD, "skip": None}
 
 
 class PageServer(ThreadingHTTPServer):
-    """The server of the page, at a free port of the loopback interface.
+    """The server of the page.
 
     Attributes:
         address: address of the page, with the token that each request must have.
+        is_local: whether only this machine can reach it.
     """
 
     daemon_threads = True
     request_queue_size = 64  # a connection above it would wait for a second
 
-    def __init__(self, *, labelling: Labelling) -> None:
+    def __init__(self, *, labelling: Labelling, host: str = LOOPBACK, port: int = 0, next_step: str = "") -> None:
+        """Listen at a port, 0 for a free one; UserError if that is impossible.
+
+        ``next_step`` is shown after the last question.
+        """
         self._labelling, self._token, self._lock = labelling, secrets.token_urlsafe(16), threading.Lock()
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.address = f"http://127.0.0.1:{self.server_address[1]}/?token={self._token}"
+        self._next_step = next_step
+        try:
+            self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            super().__init__(address[:2], _Handler)
+        except (OSError, UnicodeError, OverflowError) as error:
+            text = f"--host and --port must be a free address of this machine, got {host} and {port}: {describe(error)}"
+            raise UserError(f"{text}; name others, or leave them out") from error
+        found = ip_address(self.server_address[0])
+        self.is_local = found.is_loopback
+        shown = socket.gethostname() if found.is_unspecified else f"[{found}]" if found.version == 6 else str(found)
+        self.address = f"http://{shown}:{self.server_address[1]}/?token={self._token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Pass over browsers that close their connection before they have their reply."""
@@ -58,7 +75,9 @@ class PageServer(ThreadingHTTPServer):
                 "total": self._labelling.total,
                 "key": left[0].key if left else None,
                 "prompt": [{"role": str(turn["role"]), "content": text_of([turn])} for turn in prompt],
-                "answers": [answer.text for answer in left[0].answers] if left else [],
+                "answers": [{"text": answer.text, "cut": answer.is_cut} for answer in left[0].answers] if left else [],
+                "tally": self._labelling.tally,
+                "next_step": self._next_step,
             }
 
     def act(self, key: object, action: object) -> None:
@@ -69,8 +88,8 @@ class PageServer(ThreadingHTTPServer):
                 return  # a second click, or an older window
             if action == "undo":
                 self._labelling.undo()
-            elif left and action in _VERDICTS:
-                self._labelling.answer(_VERDICTS[str(action)])
+            elif left and action in _VERDICTS and (verdict := _VERDICTS[str(action)]) in (*left[0].verdicts, None):
+                self._labelling.answer(verdict)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from nemo_kto.data.rows.records import SOURCE, Row, TextOrMessages
-from nemo_kto.errors import UserError, show
+from nemo_kto.errors import UserError, plural, show
 from nemo_kto.tools.inference.row_output import RowFile, thumb_row
 from nemo_kto.tools.rounds.answers import VARIABLES, Sampled
 
 _SETTINGS = ("round", "threshold", "rubric")  # in the source of a row, beside the labeller
+TIE, BOTH_BAD = "tie", "both_bad"  # verdicts on two answers neither of which is better
+Verdict = bool | str  # whether the answer is good, or the first one the better; TIE, BOTH_BAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +35,27 @@ class Question:
         """Line of the prompt and numbers of the answers in any order, which are unique in a file."""
         return _key(self.answers[0].key[0], [answer.key[1] for answer in self.answers])
 
-    def row(self, verdict: bool, **about: object) -> dict[str, object]:
-        """Return the row of a verdict; ``about``: labeller and round."""
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The possible verdicts."""
+        return (True, False) if len(self.answers) == 1 else (True, False, TIE, BOTH_BAD)
+
+    def row(self, verdict: Verdict, **about: object) -> dict[str, object]:
+        """Return the row of a verdict; ``about``: labeller and round.
+
+        Training leaves out the rows of TIE and BOTH_BAD, which have the form of arenas, as rows without a label.
+        """
         first, variables = self.answers[0], {VARIABLES: self.answers[0].variables} if self.answers[0].variables else {}
         if len(self.answers) == 1:
-            source = {**first.source, **about}
-            return {**thumb_row(self.prompt, first.answer, good=verdict, source=source), **variables}
-        chosen, rejected = self.answers if verdict else reversed(self.answers)
-        source = {**first.source, "index": [chosen.key[1], rejected.key[1]], **about}
-        return {"prompt": self.prompt, "chosen": chosen.answer, "rejected": rejected.answer, SOURCE: source, **variables}
+            source = {**first.source, **({"cut": True} if first.is_cut else {}), **about}
+            return {**thumb_row(self.prompt, first.answer, good=verdict is True, source=source), **variables}
+        one, other = self.answers if verdict else reversed(self.answers)
+        cut = {"cut": [one.is_cut, other.is_cut]} if one.is_cut or other.is_cut else {}
+        source = {**first.source, "index": [one.key[1], other.key[1]], **cut, **about}
+        names, winner = ("chosen", "rejected"), {}
+        if isinstance(verdict, str):
+            names, winner = ("response_a", "response_b"), {"winner": verdict}
+        return {"prompt": self.prompt, names[0]: one.answer, names[1]: other.answer, **winner, SOURCE: source, **variables}
 
 
 def single_questions(answers: Iterable[Sampled]) -> list[Question]:
@@ -89,8 +104,8 @@ class Labelling:
         known = {question.key: question for question in questions}
         labelled = [known.pop(key_of_row(row), None) for row in file.rows]
         for number, (row, question) in enumerate(zip(file.rows, labelled, strict=True), start=1):
-            verdicts = () if question is None else [question.row(verdict) for verdict in (True, False)]
-            if not any({**row, SOURCE: None} == {**verdict, SOURCE: None} for verdict in verdicts):
+            possible = () if question is None else map(question.row, question.verdicts)
+            if not any({**row, SOURCE: None} == {**each, SOURCE: None} for each in possible):
                 text = f"--out must have labels of these answers, each once, got {show(row, 200)} in {file.path}:{number}"
                 raise UserError(f"{text}; name another --out, or the answers that these labels are of")
             source: Any = row[SOURCE]
@@ -112,11 +127,20 @@ class Labelling:
         """The questions without a verdict."""
         return self._questions[self.position :]
 
-    def record(self, question: Question, verdict: bool) -> None:
+    @property
+    def tally(self) -> str:
+        """The numbers of verdicts in the file, such as "4 good, 3 bad" or "2 preferences, 1 tie, 1 both bad"."""
+        counts = Counter(row.get("winner", row.get("label")) for row in self._file.rows)
+        singles = [f"{counts[verdict]:,} {name}" for verdict, name in ((True, "good"), (False, "bad"))]
+        pairs = [plural(counts[verdict], noun) for verdict, noun in ((None, "preference"), (TIE, "tie")) if counts[verdict]]
+        pairs += [f"{counts[BOTH_BAD]:,} both bad"] if counts[BOTH_BAD] else []
+        return ", ".join(singles if counts.keys() & {True, False} else pairs)
+
+    def record(self, question: Question, verdict: Verdict) -> None:
         """Write the verdict on a question that is left."""
         self._file.append(question.row(verdict, **self._about))
 
-    def answer(self, verdict: bool | None) -> None:
+    def answer(self, verdict: Verdict | None) -> None:
         """Write the verdict on the next question; None skips it until the next start."""
         if verdict is not None:
             self.record(self.left[0], verdict)

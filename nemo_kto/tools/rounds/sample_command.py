@@ -19,7 +19,7 @@ from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.named_models import base_of_adapters, find_model, load_models
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.inference.sampling import Sampling, check_sampling
-from nemo_kto.tools.rounds.answers import WEIGHTS, Task, find_tasks, text_of
+from nemo_kto.tools.rounds.answers import CUT, WEIGHTS, Task, find_tasks, text_of
 from nemo_kto.tools.rounds.options import Drawing, Server, drawing_options, server_options
 from nemo_kto.utils.text import print_error, terminal_line
 
@@ -100,7 +100,7 @@ def write_answers(
                 numbered = zip(task.missing, answers, strict=True)
                 file.append(*(task.row(index, *answer, model=model, settings=settings) for index, answer in numbered))
         refused.raise_if_any()
-        cut = sum(row.get("finish") == "length" for row in file.rows)
+        cut = sum(row.get("finish") == CUT for row in file.rows)
         different = len({(row["line"], text_of(row["answer"])) for row in file.rows})
     added = "" if missing == len(file.rows) else f" ({missing:,} new)"
     is_limited = not any("max_tokens" in row.get("left_out", ()) for row in file.rows)

@@ -137,6 +137,8 @@ def test_push_of_adapters_to_a_branch(run: Path, hub: HubServer, tmp_path: Path)
     front = yaml.safe_load(sent["README.md"].decode().split("---\n")[1])
     assert front["base_model"] == "org/renamed"
     assert sent["adapter_model.safetensors"] == (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert sent["tokenizer.json"] == (run / "hf" / "tokenizer.json").read_bytes()
+    assert sent.keys() >= {"tokenizer_config.json", "chat_template.jinja"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.model_files import companion_files as content
-from nemo_kto.model_files.companion_files import model_config, read_companions, with_dtype
+from nemo_kto.model_files.companion_files import copy_companions, model_config, read_companions, with_dtype
 from tests.helpers.messages import Message
 
 NEEDED = {
@@ -17,6 +17,12 @@ NEEDED = {
     "generation_config.json": b"{}",
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer.model": bytes(range(256)),
+    "tokenizer.model.v3": b"sentencepiece",
+    "sentencepiece.bpe.model": b"sentencepiece",
+    "tekken.json": b"{}",
+    "params.json": b"{}",
+    "tiktoken.model": b"IQ== 0",
+    "qwen.tiktoken": b"IQ== 0",
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tools.jinja": b"{{ tools }}",
     "README.md": b"# The model",
@@ -40,6 +46,13 @@ def test_only_configuration_tokenizer_templates_license_and_card_are_copied(mode
         file.chmod(0o500 if file.is_dir() else 0o400)
     assert read_companions(model, into="the checkpoints") == NEEDED
     model.joinpath("additional_chat_templates").chmod(0o700)
+
+
+def test_adapters_get_the_files_of_the_tokenizer(model: Path, tmp_path: Path) -> None:
+    (target := tmp_path / "adapter").mkdir()
+    copy_companions(model, target, only_tokenizer=True)
+    found = {file.relative_to(target).as_posix() for file in target.rglob("*") if file.is_file()}
+    assert found == NEEDED.keys() - {"config.json", "generation_config.json", "README.md", "LICENSE"}
 
 
 def test_special_files_are_named_and_skipped(model: Path, caplog: pytest.LogCaptureFixture) -> None:

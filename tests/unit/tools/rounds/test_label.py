@@ -24,7 +24,7 @@ from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.tools.inference.row_output import open_rows
 from nemo_kto.tools.rounds.answers import read_answers, text_of
 from nemo_kto.tools.rounds.label_page import PageServer
-from nemo_kto.tools.rounds.labelling import Labelling, pair_questions, single_questions
+from nemo_kto.tools.rounds.labelling import BOTH_BAD, TIE, Labelling, Question, pair_questions, single_questions
 from nemo_kto.utils import locks
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
@@ -70,23 +70,24 @@ class Labelled(NamedTuple):
     err: str = ""
 
 
+NEXT = "next: nemo-kto kto MODEL out.jsonl\n"
 LABELLED = {
     "bools": Labelled(
         ["--score", f"{SCORES}.short"], {"labeller": f"score {SCORES}.short"}, [True, False, True, False] * 2,
-        "out.jsonl: 8 rows: 4 good, 4 bad\n",
+        f"out.jsonl: 8 rows: 4 good, 4 bad\n{NEXT}",
     ),
     "numbers": Labelled(
         ["--score", f"{SCORES}.length", "--threshold", "8", "--round", "2"],
         {"labeller": f"score {SCORES}.length", "round": 2, "threshold": 8.0}, [False, True, False, True] * 2,
-        "out.jsonl: 8 rows: 4 good, 4 bad\n",
+        f"out.jsonl: 8 rows: 4 good, 4 bad\n{NEXT}",
     ),
     "best and worst": Labelled(
         ["--score", f"{SCORES}.length", "--pairs"], {"labeller": f"score {SCORES}.length"}, [(ANSWERS[1], ANSWERS[2])] * 2,
-        "out.jsonl: 2 rows\n",
+        "out.jsonl: 2 rows: 2 preferences\nnext: nemo-kto dpo MODEL out.jsonl\n",
     ),
     "judge": Labelled(
         BY_JUDGE, {"labeller": "judge served", "rubric": RUBRIC}, [True, True, False] * 2,
-        "out.jsonl: 6 rows: 4 good, 2 bad; 2 questions left, for which the same command asks again\n",
+        f"out.jsonl: 6 rows: 4 good, 2 bad; 2 questions left, for which the same command asks again\n{NEXT}",
         "nemo-kto label: 2 questions without a verdict, the first at answers.jsonl:4: no clear verdict in "
         "'It is good, or bad.'; they are left out\n",
     ),
@@ -146,6 +147,7 @@ def test_a_person_labels_on_the_page_by_default(
     assert first.startswith("open http://127.0.0.1:")
     assert second == "Ctrl-C ends; every label is in the file at once."
     assert rest[0] == "out.jsonl: 1 row: 1 good, 0 bad; 5 questions left, for which the same command asks again"
+    assert rest[1] == NEXT.strip()
 
 
 def test_pairs_are_shown_in_a_random_order_that_is_always_the_same() -> None:
@@ -162,6 +164,28 @@ def test_pairs_are_shown_in_a_random_order_that_is_always_the_same() -> None:
     first, second = (question.answers for question in questions[0][:2])
     assert [record.chosen for record in records(as_pairs=True)] == [first[0].text, second[1].text]
     assert sorted(read(OUT)[0]["source"]["index"]) == [0, 1]
+
+
+def test_ties_and_cut_answers_of_pairs() -> None:
+    """Training leaves ties out, and the same command continues after them."""
+    file = Path(answers("answers.jsonl", list("abcdefgh"), finish="length"))
+    for first, verdict in enumerate([True, TIE, BOTH_BAD, None]):
+        with open_rows(OUT, option="--out") as opened:
+            labelling = Labelling(questions=pair_questions(read_answers(file)), file=opened, about={})
+            assert labelling.position == first
+            labelling.answer(verdict)
+    assert labelling.tally == "1 preference, 1 tie, 1 both bad"
+    pair, *ties = read(OUT)
+    assert [(row["winner"], {row["response_a"], row["response_b"]}) for row in ties] == [
+        ("tie", {*"cd"}),
+        ("both_bad", {*"ef"}),
+    ]
+    for as_pairs in (True, False):
+        assert len(records(as_pairs=as_pairs)) == (1 if as_pairs else 2)
+    (last,) = [each for each in pair_questions(read_answers(file)) if each.key.startswith("4")]
+    assert last.row(True)["source"]["cut"] == [answer.text == "h" for answer in last.answers]  # type: ignore[index]
+    assert Question(answers=last.answers[:1]).row(True)["source"].get("cut", False) is last.answers[0].is_cut  # type: ignore
+    assert "cut" not in pair["source"]
 
 
 def test_calls_of_earlier_turns_are_shown_to_judges_and_on_the_page() -> None:
@@ -183,6 +207,10 @@ def test_calls_of_earlier_turns_are_shown_to_judges_and_on_the_page() -> None:
     ("words", "parts"),
     [
         ("--page --score a.b --judge x --threshold 1", ["--page and --score and --judge", "--rubric"]),
+        ("--score a.b --host x --port 1", ["--host", "with the page", "got x with --score", "--port", "leave it out"]),
+        ("--port 70000", ["--port", "at most 65,535", "70000"]),
+        ("--host 192.0.2.1", ["--host and --port", "a free address of this machine", "192.0.2.1", "leave them out"]),
+        ("--host a..b", ["--host and --port", "a..b", "leave them out"]),
         ("--threshold 1 --model m", ["--threshold", "--score", "--model", "--judge"]),
         ("--page --leave-out seed", ["--leave-out", "--judge", "seed", "leave it out"]),
         ("--score a.b --pairs --threshold 1", ["--threshold", "--pairs", "leave it out"]),
@@ -311,11 +339,12 @@ def refused(status: int, page: PageServer, path: str, body: object = None, *, to
 def test_the_page_over_http() -> None:
     with page(answers("answers.jsonl", ANSWERS)) as server:
         state = fetch(server, "state")
-        assert (state["position"], state["total"], state["answers"]) == (0, 4, ["Water."])
+        assert (state["position"], state["total"], state["answers"]) == (0, 4, [{"text": "Water.", "cut": False}])
         first = state["key"]
         for _ in range(2):  # the second click is about a question that has its label
             state = fetch(server, "verdict", {"key": first, "action": "first"})
-        assert (state["position"], len(read(OUT))) == (1, 1)
+        assert (state["position"], state["tally"], len(read(OUT))) == (1, "1 good, 0 bad", 1)
+        assert fetch(server, "verdict", {"key": state["key"], "action": "tie"})["position"] == 1, "only for pairs"
         state = fetch(server, "verdict", {"key": state["key"], "action": "second"})
         assert fetch(server, "verdict", {"key": state["key"], "action": "undo"})["position"] == 1
         assert [row["label"] for row in read(OUT)] == [True]
@@ -323,6 +352,25 @@ def test_the_page_over_http() -> None:
         assert fetch(server, "verdict", {"action": "quit"}) == {"ended": True}
         serving_page.join(10)
         assert not serving_page.is_alive(), "the command ends"
+
+
+def test_a_page_for_other_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its address has the token as well, and a warning says who can read it; a port in use is an error."""
+    served = list[PageServer]()
+    monkeypatch.setattr(PageServer, "serve_forever", lambda page: served.append(page))
+    file = answers("answers.jsonl", ANSWERS)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with raises(UserError, "--host and --port", f"127.0.0.1 and {port}", "in use", "leave them out"):
+            run("label", file, "--port", port)
+    run("label", file, "--port", port)
+    assert capsys.readouterr().err == ""
+    run("label", file, "--port", port, "--host", "0.0.0.0")
+    first, second = served
+    assert first.address.startswith(f"http://127.0.0.1:{port}/?token=")
+    assert second.address.startswith(f"http://{socket.gethostname()}:{port}/?token=")
+    assert len(second.address.partition("token=")[2]) == 22
+    assert Message("not encrypted", "has its address can label", "ssh -L") == capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["", "state", "verdict"])
