@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.protocols import Loader
+from nemo_kto.config.learning_rates import lr_warning
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.dataset import SplitCounts
@@ -134,10 +135,11 @@ def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
 
 
 def log_warnings(cfg: RunConfig, splits: Splits[Any]) -> None:
-    """Log the warnings about the rows of each split, and about the loss with these rows."""
+    """Log the warnings about the learning rate, the rows of each split, and the loss with these rows."""
     of_sets = [examples.counts.warnings(name, seq_length=cfg.seq_length) for name, examples in splits.in_use.items()]
     of_loss = cfg.loss.warnings(splits.train, lr=cfg.model.optim.lr)
-    for warning in chain(splits.warnings, *of_sets, of_loss):
+    of_lr = filter(None, [lr_warning(cfg.model.optim.lr, cfg.model.peft.peft_scheme)])
+    for warning in chain(of_lr, splits.warnings, *of_sets, of_loss):
         logger.warning(warning)
 
 

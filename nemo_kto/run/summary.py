@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
-from nemo_kto.config.compose import DEFAULT_LR
+from nemo_kto.config.learning_rates import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import GPTConfig
 from nemo_kto.data.batches.splits import Splits
@@ -38,6 +38,8 @@ from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.text_table import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.timers import duration_text
+
+_MAX_FINDINGS = 3  # in the table at the end
 
 
 def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
@@ -198,12 +200,13 @@ def end_table(
     *,
     best: Checkpoint | None,
     report: Path | None,
+    findings: Sequence[str] = (),
     seconds: float,
 ) -> str:
     """Return the summary of a run after training: metrics, written files and how to use them.
 
     ``best`` is the best of the kept checkpoints, None if none has the monitored metric; ``report`` the page about the run,
-    None if there is none; ``seconds`` the time of training.
+    None if there is none; ``findings`` the problems it found, the worst first; ``seconds`` the time of training.
     """
     cfg, name, metrics = run.cfg, run.cfg.recipe.name, run.folder / METRICS_FILE
     is_early = trainer.step < trainer.max_steps
@@ -220,6 +223,8 @@ def end_table(
         max_steps = -1 if "max_epochs" in limits else 2 * trainer.max_steps
         larger = {"max_epochs": run.length.max_epochs + 1, "max_steps": max_steps}
         overrides += [f"trainer.{name}.{limit}={larger[limit]}" for limit in limits]
+    shown = findings[:_MAX_FINDINGS]
+    lines |= {f"problem {number}": finding for number, finding in enumerate(shown, start=1)}
     board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
     lines |= figures_of(metrics, validations=run.validation_titles)
     kept = find_checkpoints(run.checkpoints)
@@ -228,9 +233,11 @@ def end_table(
     lines["metrics"] = f"{metrics}{board}"
     if cfg.exp_manager.samples.enabled:
         lines["samples"] = str(run.folder / SAMPLES_FILE)
-    lines |= {} if report is None else {"report": str(report)}
+    more = f" ({plural(len(findings), 'problem')}, with reasons and remedies)" if findings else ""
+    lines |= {} if report is None else {"report": f"{report}{more}"}
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
-    return table(f"nemo-kto {name} {outcome} after {done} in {duration_text(seconds)}", lines)
+    but = f", with {plural(len(findings), 'problem')}" if findings else ""
+    return table(f"nemo-kto {name} {outcome} after {done} in {duration_text(seconds)}{but}", lines)
 
 
 def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:

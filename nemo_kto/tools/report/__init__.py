@@ -2,5 +2,6 @@
 
 Functions of the core that the tool uses: ``read_run``, whose ``RunRecord`` has all that the folder of a run contains;
 ``plots_of`` and ``series_of`` of records/plots.py; ``draw_curves`` and ``style_axes`` of records/drawing.py; and the texts
-of utils/text.py. The core asks the tool for one thing: ``report_page.write_report``, at the end of a run.
+of utils/text.py. At the end of a run, the command line asks the tool for ``report_page.write_report`` and
+``advice.finding_lines``.
 """
