@@ -76,6 +76,7 @@ def without_figures(lines: Iterable[str]) -> list[str]:
     """The lines without what depends on the machine: its name, losses, seconds, and the step that was the best."""
     others = re.compile(
         r"-?\d+\.\d{4}|(?<=step_00000)\d|(?<=checkpoint, step )\d|\d+(?= tokens/s)|(?<=eta )[\d:]+|\d+\.\d+(?= s/step)"
+        r"|[\d.]+ [GM]B(?= free)"
     )
     return [others.sub("N", re.sub(r"CPU, .*, 1 thread", "CPU, 1 thread", SECONDS.sub("N s", line))) for line in lines]
 
@@ -128,6 +129,8 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
     assert [line for line in figures if line not in out] == []
     warnings = [line for line in errors if line.startswith("warning:")]
     assert warnings == [
+        Message("warning", "model.optim.lr=0.001", "destroy", "docs/guides/settings.md#learning-rate"),
+        Message("warning", "validation", "13 rows", "20", "model.data.splits_string"),
         Message("warning", "train", "prompt", "16", "51", "model.data.seq_length=64"),
         Message("warning", "validation", "prompt", "6", "13", "model.data.seq_length=64"),
     ]

@@ -46,7 +46,7 @@ def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path
     assert [path for path in [cache, *cache.rglob("*")] if path.stat().st_mode & 0o077] == [], "rows may be private"
     expected = [
         Message(f"{file}", "used", "id", "40"),
-        Message("validation", "40", "all", 'model.data.splits_string="90,10"', "null"),
+        Message("validation", "40", "all", 'model.data.splits_string="50,50"', "null"),
         Message("train", "answer", "1", "40", "model.data.seq_length=64"),
     ]
     assert [text for text in expected if text not in done.stderr.splitlines()] == []

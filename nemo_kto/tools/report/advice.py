@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_kto.config.learning_rates import LR_RANGES, is_outlier
+from nemo_kto.errors import plural
 from nemo_kto.records.curves import Curve
 from nemo_kto.records.run_record import FINISHED, RunRecord
 from nemo_kto.tools.report.comparison import differing_rows
 from nemo_kto.tools.report.facts import data_text
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
 from nemo_kto.utils.text import number_text
 
 _MIN_POINTS = 10  # of a training curve; fewer show nothing
@@ -30,7 +32,6 @@ _MAX_NEGATIVE_KL = 0.25  # of the log-prob of an answer; a KL estimate below 0 i
 _MAX_Z0_NOISE = 0.5  # reward; it changes the weight of an example by up to an eighth
 _MIN_STEPS = 10  # of an epoch with a larger batch
 _MIN_BATCH, _MAX_BATCH = 16, 128  # advised by docs/guides/settings.md
-_MIN_VALIDATION_ROWS = 20
 _FEW_STEPS = 10  # fewer are too few for a run
 _OVERFIT = 0.1  # fraction of the best improvement of the validation loss that was lost again
 _MIN_VALIDATIONS_AFTER = 2  # the best one, all of which must be worse
@@ -255,8 +256,8 @@ def validation_worsened(run: RunRecord) -> Advice | None:
     """The validation loss rises again, with a falling training loss or without."""
     train = _long(run, "train/loss")
     for title, prefix in run.validations.items() if train is not None else ():
-        loss, rows = run.curves[f"{prefix}loss"], run.curves.get(f"{prefix}rows")
-        if rows is not None and rows.last < _MIN_VALIDATION_ROWS:
+        loss = run.curves[f"{prefix}loss"]
+        if run.is_small(prefix):
             continue
         best = int(loss.values.argmin())
         later, lowest = loss.values[best + 1 :], float(loss.values[best])
@@ -281,6 +282,21 @@ def validation_worsened(run: RunRecord) -> Advice | None:
                 remedy="Export the best checkpoint (nemo-kto export RUN OUT --best), or stop the next run earlier "
                 "(exp_manager.create_early_stopping_callback=true, or fewer steps).",
                 page="guides/training.md#early-stopping",
+            )
+    return None
+
+
+def small_validation(run: RunRecord) -> Advice | None:
+    """A validation has too few rows for its figures to say anything."""
+    for title, prefix in run.validations.items():
+        if run.is_small(prefix):
+            rows = int(run.curves[f"{prefix}rows"].last)
+            return Advice(
+                title=f"The {title} has too few rows",
+                reason=f"It has {plural(rows, 'row')}, where at least {MIN_VALIDATION_ROWS} are needed to judge a model or "
+                "choose a checkpoint.",
+                remedy='Raise the second number of model.data.splits_string, as in "80,20", or add rows.',
+                page="guides/data.md#files-splits-and-blends",
             )
     return None
 
@@ -342,6 +358,7 @@ RULES: tuple[Rule, ...] = (
     both_rewards_fall,
     kl_falls,
     validation_worsened,
+    small_validation,
     one_class_dominates,
     batch_too_small,
     truncated_rows,

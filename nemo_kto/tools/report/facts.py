@@ -69,7 +69,11 @@ def headline(run: RunRecord) -> list[Figure]:
         )
         for each in run.comparisons
     ]
-    sets = {title.replace("validation", "held-out"): prefix for title, prefix in run.validations.items()}
+    sets = {
+        title.replace("validation", "held-out"): prefix
+        for title, prefix in run.validations.items()
+        if not run.is_small(prefix)
+    }
     figures += [
         figure
         for of_set, prefix in (sets or {"training batches": "train/"}).items()
@@ -91,6 +95,8 @@ def _change(run: RunRecord, metric: str, label: str, where: str) -> Figure | Non
     detail = where
     if metric.endswith("auc") and rows is not None:
         detail += f", {plural(int(rows.last), 'row')}"
+        if (interval := run.auc_interval(metric.removesuffix("auc"))) is not None:
+            detail += f", 95 % in {interval[0]:.2f} to {interval[1]:.2f}"
     if len(curve) > 1:
         detail += f", from {metric_text(metric, curve.first, 3)} at step {int(curve.steps[0]):,}"
     return Figure(label=label, value=metric_text(metric, curve.last, 3), detail=detail)

@@ -85,6 +85,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "desirable examples dominate": (
         {}, {"data": data_of(desirable=190, weights=(1.0, 0.5))}, ["190", "10", "0.5", "38", "model.kto.auto_balance=true"]
     ),
+    "validation has too few rows": (
+        {"val_rows": lambda step: 19.0}, {}, ["19 rows", "20", "model.data.splits_string", '"80,20"']
+    ),
     "All training examples are undesirable": ({}, {"data": data_of(desirable=0)}, ["200 undesirable", "less likely"]),
     "truncated": ({}, {"data": data_of(cut=30)}, ["30 answers", "200", "64", "model.data.seq_length"]),
 }  # fmt: skip
@@ -150,7 +153,7 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "loss rises, kl noisy": ({**RISES, **NOISY}, {}, ["learning rate"]),
     "destroyed": ({**LOW, **RISES, **WORSE, **BROKEN, **NOISY}, {}, ["destroyed"]),
     "destroyed, and truncated": (BROKEN, {"data": data_of(cut=30)}, ["destroyed", "truncated"]),
-    "overfits on 19 rows": ({**WORSE, "val_rows": lambda step: 19.0}, {}, []),
+    "overfits on 19 rows": ({**WORSE, "val_rows": lambda step: 19.0}, {}, ["too few rows"]),
     "overfits on 20 rows": ({**WORSE, "val_rows": lambda step: 20.0}, {}, ["overfits"]),
     "skipped steps": ({"skipped_steps": lambda step: 1.0}, {}, ["skipped"]),
     "skipped steps of a destroyed model": ({**BROKEN, "skipped_steps": lambda step: 1.0}, {}, ["destroyed", "skipped"]),

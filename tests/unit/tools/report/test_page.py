@@ -21,7 +21,7 @@ from nemo_kto.records.run_record import FINISHED, RUN_FILE, RUNNING, RunRecord, 
 from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.tools.report import report_command as report
-from nemo_kto.tools.report.facts import answers
+from nemo_kto.tools.report.facts import answers, headline
 from nemo_kto.tools.report.histograms import common_bins
 from nemo_kto.tools.report.report_page import content_of, html
 from nemo_kto.utils.locks import this_process
@@ -190,6 +190,16 @@ def test_histograms_get_common_bins() -> None:
     assert first["chosen"].tolist() == [6.0, 15.0]
     assert first["rejected"].tolist() == [0.0, 7.0]
     assert last["chosen"].tolist() == [0.0, 8.0]
+
+
+@pytest.mark.parametrize(("rows", "auc"), [(200, "held-out, 200 rows, 95 % in 0.82 to 0.92"), (19, "")])
+def test_the_headline_has_an_auc_with_its_interval(rows: int, auc: str, tmp_path: Path) -> None:
+    data = data_of()
+    data["sets"]["validation"] = data["sets"]["train"]
+    lines = changed(healthy(), val_rows=lambda step: float(rows), val_auc=lambda step: 0.875)
+    details = {figure.label: figure.detail for figure in headline(read_run(write_run(tmp_path / "run", lines, data=data)))}
+    assert details.get("AUC", "").startswith(auc)
+    assert details["Loss"].startswith("held-out" if auc else "training batches")
 
 
 def test_a_run_in_progress_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
