@@ -27,7 +27,7 @@ from nemo_kto.huggingface.rank_weights import Shapes, wanted_adapters, wanted_we
 from nemo_kto.layers.packing import MAX_HEAD_DIM
 from nemo_kto.memory.micro_batches import packing_of
 from nemo_kto.mixers import GatedDeltaNet, Mamba2
-from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints
+from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints, has_enough_rows
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.run.data import split_text
@@ -42,11 +42,14 @@ from nemo_kto.telemetry.timers import duration_text
 _MAX_FINDINGS = 3  # in the table at the end
 
 
-def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
-    """Print the table before training on rank 0, and return its lines; none on other ranks."""
+def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement, *, disk: str) -> dict[str, str]:
+    """Print the table before training on rank 0, and return its lines; none on other ranks.
+
+    ``disk``: text about the room that the run needs.
+    """
     if not state.is_rank_zero():
         return {}
-    lines = start_lines(run, policy, start, placement)
+    lines = start_lines(run, policy, start, placement) | {"disk": disk}
     print(table(f"nemo-kto {run.cfg.recipe.name}", lines), flush=True)
     return lines
 
@@ -241,9 +244,13 @@ def end_table(
 
 
 def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints that were validated, by the metric that ranks them; the best of one is no best."""
+    """Return the checkpoints with the metric that ranks them; the best of one is no best.
+
+    A validation of few rows chooses none, unless the user wants the best one.
+    """
     monitor = run.cfg.exp_manager.checkpoint_callback_params.monitor
-    return [each for each in kept if monitor.startswith("val_") and each.info["metrics"].get(monitor) is not None]
+    found = [each for each in kept if monitor.startswith("val_") and each.info["metrics"].get(monitor) is not None]
+    return [each for each in found if run.cfg.export.which == "best" or has_enough_rows(each, monitor)]
 
 
 def _checkpoint_lines(run: ResolvedRun, kept: Sequence[Checkpoint], best: Checkpoint | None) -> dict[str, str]:
