@@ -21,7 +21,7 @@ from nemo_kto.records.run_record import FINISHED, RUN_FILE, RUNNING, RunRecord, 
 from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.tools.report import report_command as report
-from nemo_kto.tools.report.facts import answers, headline
+from nemo_kto.tools.report.facts import answers, headline, next_steps
 from nemo_kto.tools.report.histograms import common_bins
 from nemo_kto.tools.report.report_page import content_of, html
 from nemo_kto.utils.locks import this_process
@@ -200,6 +200,21 @@ def test_the_headline_has_an_auc_with_its_interval(rows: int, auc: str, tmp_path
     details = {figure.label: figure.detail for figure in headline(read_run(write_run(tmp_path / "run", lines, data=data)))}
     assert details.get("AUC", "").startswith(auc)
     assert details["Loss"].startswith("held-out" if auc else "training batches")
+
+
+def test_commands_to_use_the_model(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a run", healthy(), export__path=str(tmp_path / "out")))
+    assert next_steps(run) == {}
+    (tmp_path / "out").mkdir()
+    folder = f"'{tmp_path}/a run'"
+    steps = next_steps(run)
+    assert steps["talk with it"] == f"nemo-kto chat {folder} --against"
+    assert steps["vLLM"] == f"vllm serve {tmp_path}/out"
+    assert steps["publish"] == f"nemo-kto export {folder} --push hf:USER/NAME"
+    compile(steps["transformers"], "loader", "exec")
+    page = html_of(run)
+    assert "docs/results/chat.md" in page
+    assert "vllm serve" in page
 
 
 def test_a_run_in_progress_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
