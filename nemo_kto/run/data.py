@@ -127,7 +127,7 @@ def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
     needs = {
         "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
         "exp_manager.create_early_stopping_callback": (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
-        "exp_manager.samples.count": (samples.count > 0, samples.count, 0),
+        "exp_manager.samples.count": (bool(samples.count), samples.count, 0),
         "exp_manager.samples.prompts": (samples.prompts is not None, samples.prompts, "null"),
     }
     for key, (is_needed, value, without) in needs.items():

@@ -234,8 +234,8 @@ def end_table(
     lines |= {**_checkpoint_lines(run, kept, best), **_export_lines(run, policy, trainer, kept, best)}
     lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
     lines["metrics"] = f"{metrics}{board}"
-    if cfg.exp_manager.samples.enabled:
-        lines["samples"] = str(run.folder / SAMPLES_FILE)
+    if (samples := run.folder / SAMPLES_FILE).exists():
+        lines["samples"] = str(samples)
     more = f" ({plural(len(findings), 'problem')}, with reasons and remedies)" if findings else ""
     lines |= {} if report is None else {"report": f"{report}{more}"}
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"

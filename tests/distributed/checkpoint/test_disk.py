@@ -11,7 +11,6 @@ import pytest
 
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.run import disk
 from nemo_kto.run.disk import check_room, check_shared_folder, checkpoint_bytes, disk_need
 from tests.helpers.job_cache import CHECKPOINTS
 from tests.helpers.messages import Message, raises
@@ -45,7 +44,7 @@ def test_the_room_for_all_checkpoints(
     assert (need.copies, need.total) == (copies, copies * need.checkpoint + need.export)
     check_room(need, run)
     full = shutil.disk_usage(tmp_path)._replace(free=need.total - 1)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: full)
+    monkeypatch.setattr("nemo_kto.run.disk.shutil.disk_usage", lambda folder: full)
     several = [f"save_top_k={top_k}", f"trainer.kto.save_interval={interval}"] if copies > 1 else []
     names = [f"{run.folder}", f"{copies} checkpoint", "export.enabled=false", "export.path", "exp_manager.explicit_log_dir"]
     with raises(UserError, *several, *(name + "s" * (copies > 1 and "checkpoint" in name) for name in names)):
