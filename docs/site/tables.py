@@ -11,8 +11,9 @@ from nemo_kto.architecture.config_file import LACKING
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.architecture.lora import NEMO_TARGETS, has_adaptable_experts, linear_modules
 from nemo_kto.config import migration
-from nemo_kto.config.compose import DEFAULT_LR, config_folder
+from nemo_kto.config.compose import config_folder
 from nemo_kto.config.keys import all_keys
+from nemo_kto.config.learning_rates import DEFAULT_LR
 from nemo_kto.config.schema import config_type
 from nemo_kto.tools.translate import translation
 from nemo_kto.utils.fields import MayChange, MustStay, echo, names

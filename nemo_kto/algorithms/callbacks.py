@@ -253,6 +253,8 @@ class RewardCallback(Callback):
 class SampleCallback(Callback):
     """Callback that records answers of the policy to a few prompts at each validation, and adds timing/samples.
 
+    With ``only_at_ends`` it records those from before the first step and after the last one.
+
     It must precede StragglerCallback, which discards the forward passes of a validation.
     """
 
@@ -260,19 +262,28 @@ class SampleCallback(Callback):
     record: Callable[[Sequence[Sample], int], None]
     initial: Sequence[Sample] = ()  # answers from before the first step that are not recorded yet
     starts_as_policy: bool = True  # the initial answers are those of the policy before the first step
+    only_at_ends: bool = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if self.initial:
             self.record(self.initial, 0)
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
-        if event.step == 0 and self.starts_as_policy:
+        if self.only_at_ends or (event.step == 0 and self.starts_as_policy):
             return
         with trainer.timers.phase("samples"):
             samples = self.answer(event.step)
         event.report["timing/samples"] = trainer.timers.report_and_reset()["samples"]
         if samples:
             self.record(samples, event.step)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if not self.only_at_ends or not trainer.step:
+            return
+        with trainer.timers.phase("samples"):
+            samples = self.answer(trainer.step)
+        if samples:
+            self.record(samples, trainer.step)
 
 
 @dataclass(kw_only=True, eq=False)

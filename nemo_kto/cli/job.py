@@ -247,9 +247,11 @@ def _import_training() -> Callable[..., None]:
     return train
 
 
-def write_report(runs: Sequence[RunRecord], out: Path) -> None:
-    """Write the page about runs; see ``nemo_kto.tools.report``."""
-    tool("report.report_page").write_report(runs, out)
+def write_report(run: RunRecord, out: Path | None) -> Sequence[str]:
+    """Write the page about a run, unless ``out`` is None, and return its findings; see ``nemo_kto.tools.report``."""
+    if out is not None:
+        tool("report.report_page").write_report([run], out)
+    return list(tool("report.advice").finding_lines(run))
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:

@@ -32,6 +32,7 @@ from pydantic import ValidationError
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
+from nemo_kto.config.learning_rates import DEFAULT_LR
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.utils.fields import echo, mistakes, names
@@ -44,8 +45,6 @@ WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeEr
 FREE_FORM = (  # may be mappings with arbitrary keys
     "model.data.data_prefix", "model.data.fields", "model.data.labels", "model.dpo.preference_losses",
 )  # fmt: skip
-# Default of model.optim.lr by model.peft.peft_scheme. For all weights 5e-7 to 5e-6 is advised; adapters need larger steps.
-DEFAULT_LR = {"none": 1e-6, "lora": 1e-5}
 # For expressions in the YAML files.
 OmegaConf.register_new_resolver("default_lr", DEFAULT_LR.get, replace=True)
 OmegaConf.register_new_resolver(

@@ -64,16 +64,22 @@ def save_config(config: RunConfig) -> None:
     """Write the resolved, redacted configuration to the run folder; print the changes since the run was last started."""
     file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    now = OmegaConf.create(public_config(config))
-    if file.exists() and config.exp_manager.resume_if_exists:
-        before, values = _load(file), OmegaConf.to_container(now)
-        for key in known_keys(now):
-            old, new = _value(before, key), _value(values, key)
-            if old not in (_ABSENT, new):  # absent if the file was truncated or written by an earlier version
-                change = terminal_line(f"{old} -> {new}")
-                print_error(f"nemo-kto: {key} changed since the last start of this run: {change}")
+    for key, (old, new) in changed_keys(config).items():
+        print_error(f"nemo-kto: {key} changed since the last start of this run: {terminal_line(f'{old} -> {new}')}")
     with publish_file(file) as writing:
-        writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
+        writing.write_text(OmegaConf.to_yaml(OmegaConf.create(public_config(config))), encoding="utf-8")
+
+
+def changed_keys(config: RunConfig) -> dict[str, tuple[object, object]]:
+    """Return the keys that differ from those of the last start of the run, with their old and new values, redacted."""
+    file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
+    if not file.exists() or not config.exp_manager.resume_if_exists:
+        return {}
+    now = OmegaConf.create(public_config(config))
+    before, after = _load(file), OmegaConf.to_container(now)
+    values = {key: (_value(before, key), _value(after, key)) for key in known_keys(now)}
+    # absent if the file was truncated or written by an earlier version
+    return {key: (old, new) for key, (old, new) in values.items() if old not in (_ABSENT, new)}
 
 
 def saved_value(config: RunConfig, key: str) -> object:

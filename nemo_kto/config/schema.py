@@ -161,9 +161,9 @@ class EarlyStoppingConfig(Section):
 
 
 class SamplesConfig(Section):
-    """Section exp_manager.samples: answers of the policy to a few prompts at each validation."""
+    """Section exp_manager.samples: answers to a few prompts at each validation, or before and after the run."""
 
-    count: Annotated[int, Ge(0), Le(MAX_PROMPTS), Remedy("0 takes no prompts from the validation rows")]
+    count: Annotated[int, Ge(0), Le(MAX_PROMPTS), Remedy("0 takes no prompts from the validation rows")] | None
     prompts: FilePath | None
     max_new_tokens: Count
     temperature: Annotated[float, Ge(0), Remedy("0.0 chooses the most probable token")]
@@ -173,7 +173,12 @@ class SamplesConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        return self.count > 0 or self.prompts is not None
+        return self.count != 0 or self.prompts is not None
+
+    @property
+    def only_at_ends(self) -> bool:
+        """Whether there are only the samples before the first and after the last step that every run has."""
+        return self.count is None and self.prompts is None
 
 
 class ExpManagerConfig(Section):

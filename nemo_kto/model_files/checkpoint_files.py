@@ -29,6 +29,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.fields import check, file_errors
 from nemo_kto.utils.files import read_bytes
 from nemo_kto.utils.hashes import file_hash
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
 
 CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints in the folder of a run
 INFO = "trainer.json"
@@ -113,6 +114,13 @@ def best_of(checkpoints: Sequence[Checkpoint], *, monitor: str, mode: str) -> Ch
     """
     ranked = [each for each in checkpoints if each.info["metrics"].get(monitor) is not None]
     return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
+
+
+def has_enough_rows(checkpoint: Checkpoint, monitor: str) -> bool:
+    """Return whether a metric comes from a validation with enough rows, or from one whose number of rows is not recorded."""
+    rows = {name: value for name, value in checkpoint.info["metrics"].items() if name.endswith("_rows")}
+    own = [value for name, value in rows.items() if monitor.startswith(name.removesuffix("rows")) and value is not None]
+    return min(own, default=MIN_VALIDATION_ROWS) >= MIN_VALIDATION_ROWS
 
 
 def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:

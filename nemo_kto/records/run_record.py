@@ -37,6 +37,7 @@ from nemo_kto.telemetry.evaluations import (
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
 from nemo_kto.utils.fields import Count, Number, Record, read_lines_as, read_object_as
 from nemo_kto.utils.files import publish_file
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS, auc_interval
 from nemo_kto.utils.locks import certain_holder, last_holder, one_writer
 from nemo_kto.utils.text import mixture_name, terminal_text
 
@@ -183,6 +184,18 @@ class RunRecord:
             prefixes = ["val/"] if "val/loss" in self.curves else []
         return {f"validation {prefix.removeprefix('val/').rstrip('_')}".strip(): prefix for prefix in prefixes}
 
+    def is_small(self, prefix: str) -> bool:
+        """Return whether a validation, given by the prefix of its metrics, has too few rows to judge the model by."""
+        rows = self.curves.get(f"{prefix}rows")
+        return prefix.startswith("val/") and rows is not None and rows.last < MIN_VALIDATION_ROWS
+
+    def auc_interval(self, prefix: str) -> tuple[float, float] | None:
+        """Return the interval of 95 % of the last AUC of a validation; None if its AUC or classes are not recorded."""
+        auc, rows = (
+            None if curve is None else curve.last for curve in map(self.curves.get, (f"{prefix}auc", f"{prefix}rows"))
+        )
+        return recorded_interval(self.data, prefix.removeprefix("val/").removesuffix("_"), auc=auc, rows=rows)
+
     @property
     def step(self) -> int:
         """Last step with a record."""
@@ -320,6 +333,23 @@ def record_comparison(folder: Path, compared: ComparisonResult) -> None:
         kept = [each for each in read_lines_as(ComparisonResult, file) if (each.base, each.by) != key]
         with publish_file(file) as writing:
             writing.write_text("".join(json.dumps(asdict(each)) + "\n" for each in [*kept, compared]), encoding="utf-8")
+
+
+def read_data(folder: Path) -> Mapping[str, Any]:
+    """Return the statistics of a run's data; empty if it recorded none."""
+    return read_object_as(_DataFile, folder / DATA_FILE)
+
+
+def recorded_interval(
+    data: Mapping[str, Any], name: str, *, auc: float | None, rows: float | None
+) -> tuple[float, float] | None:
+    """Return the interval of 95 % of an AUC on ``rows`` of a validation set; None if its classes are not in ``data``."""
+    counts = data.get("sets", {}).get(f"validation.{name}" if name else "validation", {})
+    if auc is None or rows is None or not counts.get("rows") or counts.get("desirable") is None:
+        return None
+    desirable = round(rows * counts["desirable"] / counts["rows"])  # not all rows if limit_val_batches is set
+    undesirable = round(rows) - desirable
+    return auc_interval(auc, desirable, undesirable) if desirable > 0 and undesirable > 0 else None
 
 
 def first_date(folder: Path) -> datetime:

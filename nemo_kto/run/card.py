@@ -31,8 +31,10 @@ from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
 from nemo_kto.model_files.companion_files import CARD, auto_class
 from nemo_kto.model_files.hub import HUB, hub_name
 from nemo_kto.model_files.tokenizer_files import has_chat_template
+from nemo_kto.records.run_record import read_data, recorded_interval
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.utils.files import load_yaml, read_bytes, read_json
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
 from nemo_kto.utils.text import markdown_code, markdown_table, markdown_text, mixture_name, value_text
 
 logger = logging.getLogger(__name__)
@@ -208,12 +210,24 @@ def _figures(sources: CardSources, *, has_picture: bool) -> str:
     metrics: Mapping[str, float | None] = sources.info.get("metrics", {})
     sets = validation_names(sources.config.get("model.data.data_prefix"))
     columns = {markdown_text(name) or "validation": f"val_{metric_prefix(name)}" for name in sets}
-    columns = {title: start for title, start in columns.items() if f"{start}loss" in metrics}
+    columns = {
+        title: start
+        for title, start in columns.items()
+        if f"{start}loss" in metrics and (metrics.get(f"{start}rows") or MIN_VALIDATION_ROWS) >= MIN_VALIDATION_ROWS
+    }
     columns = columns or ({"training": "train_"} if "train_loss" in metrics else {})
+    data = {} if sources.run is None else read_data(sources.run)
+
+    def cell(start: str, metric: str) -> str:
+        value, name = metrics.get(f"{start}{metric}"), start.removeprefix("val_").removesuffix("_")
+        text = _number(value, is_count=metric == "rows")
+        interval = recorded_interval(data, name, auc=value, rows=metrics.get(f"{start}rows")) if metric == "auc" else None
+        return text if interval is None else f"{text} (95 %: {interval[0]:.2f} to {interval[1]:.2f})"
+
     rows = [
-        [label, *(_number(metrics.get(f"{start}{name}"), is_count=name == "rows") for start in columns.values())]
-        for name, label in _FIGURES.items()
-        if any(metrics.get(f"{start}{name}") is not None for start in columns.values())
+        [label, *(cell(start, metric) for start in columns.values())]
+        for metric, label in _FIGURES.items()
+        if any(metrics.get(f"{start}{metric}") is not None for start in columns.values())
     ]
     text = "## Results\n\n" + markdown_table(["", *columns], rows) if rows else ""
     if rows:

@@ -17,19 +17,22 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.protocols import Loader
+from nemo_kto.config.learning_rates import lr_warning
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.loader import GlobalBatchSampler, SequenceCost, build_dataloader, by_cost, by_prompt, every_nth
 from nemo_kto.data.batches.splits import Splits
+from nemo_kto.data.rows.data_sources import validation_split
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.chat_template import load_tokenizer
 from nemo_kto.device.precision import PRECISIONS
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, plural
 from nemo_kto.memory.micro_batches import micro_batch_limits, multiple_of
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.records.run_record import first_date
 from nemo_kto.telemetry.display import progress_bar
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +127,7 @@ def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
     needs = {
         "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
         "exp_manager.create_early_stopping_callback": (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
-        "exp_manager.samples.count": (samples.count > 0, samples.count, 0),
+        "exp_manager.samples.count": (bool(samples.count), samples.count, 0),
         "exp_manager.samples.prompts": (samples.prompts is not None, samples.prompts, "null"),
     }
     for key, (is_needed, value, without) in needs.items():
@@ -134,10 +137,17 @@ def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
 
 
 def log_warnings(cfg: RunConfig, splits: Splits[Any]) -> None:
-    """Log the warnings about the rows of each split, and about the loss with these rows."""
+    """Log the warnings about the learning rate, the rows of each split, and the loss with these rows."""
     of_sets = [examples.counts.warnings(name, seq_length=cfg.seq_length) for name, examples in splits.in_use.items()]
     of_loss = cfg.loss.warnings(splits.train, lr=cfg.model.optim.lr)
-    for warning in chain(splits.warnings, *of_sets, of_loss):
+    of_lr = filter(None, [lr_warning(cfg.model.optim.lr, cfg.model.peft.peft_scheme)])
+    small = {name: len(examples) for name, examples in splits.validation.items() if len(examples) < MIN_VALIDATION_ROWS}
+    of_size = [
+        f"{validation_split(name)}: {plural(count, 'row')} are too few to judge a model or choose a checkpoint by, at least "
+        f"{MIN_VALIDATION_ROWS} are needed; raise the second number of model.data.splits_string, or add rows"
+        for name, count in small.items()
+    ]
+    for warning in chain(of_lr, splits.warnings, of_size, *of_sets, of_loss):
         logger.warning(warning)
 
 

@@ -60,7 +60,8 @@ from nemo_kto.utils.text import print_error
 
 logger = logging.getLogger(__name__)
 
-ReportWriter = Callable[[Sequence[RunRecord], Path], object]  # writes the page about runs into a file
+# Writes the page about a run into a file, unless that is None, and returns the problems that it reports, the worst first.
+ReportWriter = Callable[[RunRecord, Path | None], Sequence[str]]
 
 
 @contextlib.contextmanager
@@ -188,8 +189,9 @@ def finish(
     """
     if state.is_rank_zero():
         record_end(run.folder, trainer)
-        report = make_report(run.folder, write_report) if run.cfg.export.report else None
-        print(f"\n{end_table(run, policy, trainer, best=best, report=report, seconds=seconds)}", flush=True)
+        report, findings = make_report(run.folder, write_report, has_page=run.cfg.export.report)
+        table = end_table(run, policy, trainer, best=best, report=report, findings=findings, seconds=seconds)
+        print(f"\n{table}", flush=True)
 
 
 def record_start(
@@ -294,17 +296,20 @@ def complete_record(folder: Path, write_report: ReportWriter | None) -> None:
         make_report(folder, write_report)
 
 
-def make_report(folder: Path, write_report: ReportWriter | None) -> Path | None:
-    """Write the report of a run into its folder and return its path; None without a writer, or if it fails.
+def make_report(
+    folder: Path, write_report: ReportWriter | None, *, has_page: bool = True
+) -> tuple[Path | None, Sequence[str]]:
+    """Write the report of a run into its folder, if it ``has_page``; return its path and the problems that it reports.
 
-    A run must not fail because of its report, so that any error is a warning.
+    Without a writer, or if it fails, they are None and empty. A run must not fail because of its report, so that any error
+    is a warning.
     """
     if write_report is None:
-        return None
+        return None, ()
+    out = folder / REPORT_FILE if has_page else None
     try:
-        write_report([read_run(folder)], out := folder / REPORT_FILE)
-        return out
+        return out, write_report(read_run(folder), out)
     except Exception as error:  # matplotlib and jinja2 may raise anything
         text = "the report could not be written (%s: %s); `nemo-kto report %s` writes it later"
         logger.warning(text, type(error).__name__, error, folder)
-        return None
+        return None, ()

@@ -22,6 +22,7 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.checkpoint.manager import newest_checkpoint
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.saved_config import changed_keys
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.data_sources import UNNAMED
 from nemo_kto.distributed import state
@@ -30,6 +31,7 @@ from nemo_kto.model_files.checkpoint_files import INFO, Checkpoint, named_checkp
 from nemo_kto.model_files.model_folders import content_hash, find_source, model_files, tokenizer_files
 from nemo_kto.run.data import RunData
 from nemo_kto.utils.fields import MustStay, echo, names
+from nemo_kto.utils.text import terminal_line
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +232,13 @@ def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
     if stopped is not None:
         reason, remedy = f"early stopping: {stopped}", f"set {_EARLY_STOPPING}=false"
     text = f"already finished at step {step} of {total} ({reason}), nothing was done in {run.folder}"
-    return f"{text}; {remedy} to train longer, or {_ANOTHER}"
+    changed = changed_keys(run.cfg)
+    if changed:
+        lines = [f"{key} was changed from {echo(old)} to {echo(new)}" for key, (old, new) in changed.items()]
+        text += f" although {', '.join(lines)}"
+    if "export.which" in changed:
+        remedy = f"export another checkpoint with nemo-kto export {run.folder} FOLDER --best (or --step N), {remedy}"
+    return terminal_line(f"{text}; {remedy} to train longer, or {_ANOTHER}")
 
 
 def _lacks_export(run: ResolvedRun, newest: Checkpoint) -> bool:

@@ -32,6 +32,7 @@ from nemo_kto.run.data import RunData, collate_settings, model_vocab_size
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE, ExtremeRow, Model, Sample, read_samples
 from nemo_kto.telemetry.watch import RunTimer
 
+_COUNT_AT_ENDS, _MAX_TOKENS_AT_ENDS = 2, 32  # of the samples that every run has
 _EXTREMES = 3  # rows at each end of a validation set
 _PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
 
@@ -59,33 +60,32 @@ def build_prompts(
     Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
     """
     cfg, settings = run.cfg, run.cfg.exp_manager.samples
-    if not settings.enabled:
+    if not settings.enabled or (settings.only_at_ends and not tokenizer.chat_template):
         return None
 
-    def build() -> SamplePrompts:
+    def build() -> SamplePrompts | None:
         encoder = RecordEncoder(
             tokenizer=tokenizer,
             vocab_size=model_vocab_size(run.files),
             apply_chat_template=cfg.model.data.apply_chat_template,
             date=date,
         )
-        found = [
-            Prompt(ids, tokenizer.decode(ids), None)
-            for examples in splits.validation.values()
-            for ids in _of_examples(cfg, examples)
-        ]
+        sets = [*splits.validation.values()]
+        if settings.only_at_ends:
+            sets = [examples for examples in (*sets, splits.train) if examples is not None][:1]
+        found = [Prompt(ids, tokenizer.decode(ids), None) for examples in sets for ids in _of_examples(cfg, examples)]
         if settings.prompts is not None:
             found += _of_file(cfg, Path(settings.prompts), encoder)
         decoding = Decoding(
             stop_ids=encoder.stop_ids(),
-            max_new_tokens=settings.max_new_tokens,
+            max_new_tokens=_max_new_tokens(cfg),
             seq_length=cfg.seq_length,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
             seed=settings.seed,
         )
-        return SamplePrompts(found, decoding)
+        return SamplePrompts(found, decoding) if found else None
 
     return state.from_rank_zero(build, doing="reading the prompts of the samples")
 
@@ -93,14 +93,15 @@ def build_prompts(
 def _of_examples(cfg: RunConfig, examples: Any) -> list[list[int]]:
     """Return the first ``count`` distinct prompts of a validation set that leave room for an answer."""
     settings, room = cfg.exp_manager.samples, _room(cfg)
+    count = _COUNT_AT_ENDS if settings.only_at_ends else settings.count or 0
     found = dict[tuple[int, ...], None]()
-    for place in range(len(examples) if settings.count else 0):
+    for place in range(len(examples) if count else 0):
         ids = tuple(map(int, examples[place].prompt_ids))
         if len(ids) <= room:
             found[ids] = None
-        if len(found) == settings.count:
+        if len(found) == count:
             break
-    if settings.count and not found:
+    if count and not found and not settings.only_at_ends:
         text = f"must leave room for the prompt of a validation row, got {settings.max_new_tokens}"
         raise UserError(f"{_MAX_NEW_TOKENS} {text} of model.data.seq_length={cfg.seq_length}; lower it")
     return [list(ids) for ids in found]
@@ -133,7 +134,12 @@ def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
 
 def _room(cfg: RunConfig) -> int:
     """Return the maximum number of tokens of a prompt."""
-    return cfg.seq_length - cfg.exp_manager.samples.max_new_tokens
+    return cfg.seq_length - _max_new_tokens(cfg)
+
+
+def _max_new_tokens(cfg: RunConfig) -> int:
+    samples = cfg.exp_manager.samples
+    return min(samples.max_new_tokens, _MAX_TOKENS_AT_ENDS) if samples.only_at_ends else samples.max_new_tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -148,6 +154,7 @@ class Sampler:
     starts_as: Model  # the model that answers before training
     is_policy: bool  # this model has the weights with which the policy starts
     has_initial: bool  # a resumed run: its folder has the answers from before training
+    only_at_ends: bool = False  # before the first and after the last step, not at validations
     initial: list[Sample] = field(default_factory=list)  # those of :meth:`before_training`
 
     def before_training(self) -> None:
@@ -178,7 +185,13 @@ class Sampler:
 
     def callback(self, *, record: Callable[[Sequence[Sample], int], None]) -> SampleCallback:
         """Return the callback that takes the samples, and records those from before the first step."""
-        return SampleCallback(answer=self.answers, record=record, initial=self.initial, starts_as_policy=self.is_policy)
+        return SampleCallback(
+            answer=self.answers,
+            record=record,
+            initial=self.initial,
+            starts_as_policy=self.is_policy,
+            only_at_ends=self.only_at_ends,
+        )
 
 
 def build_sampler(
@@ -203,6 +216,7 @@ def build_sampler(
         samples=samples,
         collate=collate_settings(run.cfg, tokenizer, multiple=engine.limits.multiple),
         must_stop=lambda: run_timer.stop_reason() is not None,
+        only_at_ends=run.cfg.exp_manager.samples.only_at_ends,
         starts_as="policy" if run.reference.name == "none" else "reference",
         is_policy=run.reference_model is None,
         has_initial=state.from_rank_zero(has_initial, doing="reading the samples"),
@@ -251,6 +265,8 @@ def samples_text(run: ResolvedRun, samples: SamplePrompts, splits: Splits[Any]) 
     drawn = f"temperature {decoding.temperature:g}, top_p {decoding.top_p:g}{top_k}" if decoding.temperature else "greedy"
     work = "less than 1%" if share < 0.01 else f"at most {share:.0%}"
     text = f"{plural(len(prompts), 'prompt')}, up to {plural(decoding.max_new_tokens, 'token')} each, {drawn}"
+    if run.cfg.exp_manager.samples.only_at_ends:
+        return f"{text}, before the first and after the last step; {work} more work"
     return f"{text}; {work} more work (timing/samples)"
 
 
@@ -262,7 +278,8 @@ def _relative_work(run: ResolvedRun, samples: SamplePrompts, train: SplitCounts)
         example += flops.of_passes(Passes(forward + 1, disabled)).per_token  # of the KL example
     batch_size, new = run.cfg.model.global_batch_size, samples.decoding.max_new_tokens
     batches = train.rows // batch_size
-    steps = interval_steps(run.length.val_check_interval, run.length.steps_per_epoch(batches))
+    only_at_ends = run.cfg.exp_manager.samples.only_at_ends
+    steps = 0 if only_at_ends else interval_steps(run.length.val_check_interval, run.length.steps_per_epoch(batches))
     training = example * train.tokens / train.rows * batch_size * (steps or run.length.total_steps(batches))
     tokens = sum(len(prompt.ids) * new + new * (new + 1) // 2 for prompt in samples.prompts)
     output = flops.forward.per_response_token * new * len(samples.prompts)

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
-from nemo_kto.config.compose import DEFAULT_LR
+from nemo_kto.config.learning_rates import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import GPTConfig
 from nemo_kto.data.batches.splits import Splits
@@ -27,7 +27,7 @@ from nemo_kto.huggingface.rank_weights import Shapes, wanted_adapters, wanted_we
 from nemo_kto.layers.packing import MAX_HEAD_DIM
 from nemo_kto.memory.micro_batches import packing_of
 from nemo_kto.mixers import GatedDeltaNet, Mamba2
-from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints
+from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints, has_enough_rows
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.run.data import split_text
@@ -39,12 +39,17 @@ from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.watch import duration_text
 
+_MAX_FINDINGS = 3  # in the table at the end
 
-def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement) -> dict[str, str]:
-    """Print the table before training on rank 0, and return its lines; none on other ranks."""
+
+def print_start_table(run: ResolvedRun, policy: Policy, start: Start, placement: Placement, *, disk: str) -> dict[str, str]:
+    """Print the table before training on rank 0, and return its lines; none on other ranks.
+
+    ``disk``: text about the room that the run needs.
+    """
     if not state.is_rank_zero():
         return {}
-    lines = start_lines(run, policy, start, placement)
+    lines = start_lines(run, policy, start, placement) | {"disk": disk}
     print(table(f"nemo-kto {run.cfg.recipe.name}", lines), flush=True)
     return lines
 
@@ -198,12 +203,13 @@ def end_table(
     *,
     best: Checkpoint | None,
     report: Path | None,
+    findings: Sequence[str] = (),
     seconds: float,
 ) -> str:
     """Return the summary of a run after training: metrics, written files and how to use them.
 
     ``best`` is the best of the kept checkpoints, None if none has the monitored metric; ``report`` the page about the run,
-    None if there is none; ``seconds`` the time of training.
+    None if there is none; ``findings`` the problems it found, the worst first; ``seconds`` the time of training.
     """
     cfg, name, metrics = run.cfg, run.cfg.recipe.name, run.folder / METRICS_FILE
     is_early = trainer.step < trainer.max_steps
@@ -220,6 +226,8 @@ def end_table(
         max_steps = -1 if "max_epochs" in limits else 2 * trainer.max_steps
         larger = {"max_epochs": run.length.max_epochs + 1, "max_steps": max_steps}
         overrides += [f"trainer.{name}.{limit}={larger[limit]}" for limit in limits]
+    shown = findings[:_MAX_FINDINGS]
+    lines |= {f"problem {number}": finding for number, finding in enumerate(shown, start=1)}
     board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
     if cfg.exp_manager.create_trackio_logger:
         board += f"; TRACKIO_DIR={os.environ.get('TRACKIO_DIR', run.folder / 'trackio')} trackio show"
@@ -228,17 +236,23 @@ def end_table(
     lines |= {**_checkpoint_lines(run, kept, best), **_export_lines(run, policy, trainer, kept, best)}
     lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
     lines["metrics"] = f"{metrics}{board}"
-    if cfg.exp_manager.samples.enabled:
-        lines["samples"] = str(run.folder / SAMPLES_FILE)
-    lines |= {} if report is None else {"report": str(report)}
+    if (samples := run.folder / SAMPLES_FILE).exists():
+        lines["samples"] = str(samples)
+    more = f" ({plural(len(findings), 'problem')}, with reasons and remedies)" if findings else ""
+    lines |= {} if report is None else {"report": f"{report}{more}"}
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
-    return table(f"nemo-kto {name} {outcome} after {done} in {duration_text(seconds)}", lines)
+    but = f", with {plural(len(findings), 'problem')}" if findings else ""
+    return table(f"nemo-kto {name} {outcome} after {done} in {duration_text(seconds)}{but}", lines)
 
 
 def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints that were validated, by the metric that ranks them; the best of one is no best."""
+    """Return the checkpoints with the metric that ranks them; the best of one is no best.
+
+    A validation of few rows chooses none, unless the user wants the best one.
+    """
     monitor = run.cfg.exp_manager.checkpoint_callback_params.monitor
-    return [each for each in kept if monitor.startswith("val_") and each.info["metrics"].get(monitor) is not None]
+    found = [each for each in kept if monitor.startswith("val_") and each.info["metrics"].get(monitor) is not None]
+    return [each for each in found if run.cfg.export.which == "best" or has_enough_rows(each, monitor)]
 
 
 def _checkpoint_lines(run: ResolvedRun, kept: Sequence[Checkpoint], best: Checkpoint | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ from nemo_kto.distributed import state
 from nemo_kto.processes import signals, watchdog
 from nemo_kto.run.build_trainer import build_trainer, check_logs
 from nemo_kto.run.data import check_validation_rows
+from nemo_kto.run.disk import check_shared_folder, find_disk_need
 from nemo_kto.run.lifecycle import (
     ReportWriter,
     check_export,
@@ -41,6 +42,7 @@ def train(run: ResolvedRun, *, write_report: ReportWriter | None = None) -> None
     with hold_run_folder(run.folder), collect_warnings() as warnings:
         run = agree_between_ranks(run)  # final: facts that are found later have values of their own
         machines = check_machines(run)
+        check_shared_folder(run.folder)
 
         with watchdog.phase("opening the logs"):
             check_logs(run)
@@ -52,6 +54,7 @@ def train(run: ResolvedRun, *, write_report: ReportWriter | None = None) -> None
             state.destroy()
             return
         check_export(run)
+        need = find_disk_need(run, start)
         check_validation_rows(run.cfg, start.data)
 
         placement = fit_to_memory(run, start.data, machines)
@@ -59,7 +62,7 @@ def train(run: ResolvedRun, *, write_report: ReportWriter | None = None) -> None
         warn_of_adapters(run)
         with watchdog.phase("loading the model"):
             policy = build_policy(run)
-        summary = print_start_table(run, policy, start, placement)
+        summary = print_start_table(run, policy, start, placement, disk=need.text())
 
         with watchdog.phase("building the trainer"):
             trainer = build_trainer(run, policy, start, placement)

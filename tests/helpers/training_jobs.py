@@ -159,6 +159,7 @@ def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: 
         "model.optim.sched.warmup_steps=2",
         "exp_manager.create_tensorboard_logger=false",
         "export.report=false",
+        "exp_manager.samples.count=0",
         "export.enabled=false",
     ]
     given = compose.load([*defaults, *overrides], source=compose.our_source(RECIPES[algorithm]))

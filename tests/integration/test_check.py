@@ -42,6 +42,10 @@ def login(tmp_path: Path, tiny_llama: Path) -> Login:
     return Login(tmp_path, tiny_llama)
 
 
+def without_free_space(output: str) -> str:
+    return re.sub(r"[\d.]+ [GM]B(?= free)", "N", output)
+
+
 def test_a_training_after_tokenise_and_check_tokenises_nothing(login: Login) -> None:
     status, shown, said = login("data", "tokenise", "kto", *login.given)
     assert status == 0, said
@@ -56,11 +60,11 @@ def test_a_training_after_tokenise_and_check_tokenises_nothing(login: Login) -> 
     assert status == 0, said
     assert "tokenis" not in said
     assert shown["train"] == rows
-    assert_output("check/auto", login.output, MODEL=login.given[0], FOLDER=login.folder)
+    assert_output("check/auto", without_free_space(login.output), MODEL=login.given[0], FOLDER=login.folder)
     # the size of micro-batches follows from the counted rows, as in the run, and not from the assumption of a plan
     status, shown, said = login("check", "kto", *login.given, *machines, "model.pipeline_model_parallel_size=2")
     assert status == 0, said
-    assert_output("check/pipeline", login.output, MODEL=login.given[0], FOLDER=login.folder)
+    assert_output("check/pipeline", without_free_space(login.output), MODEL=login.given[0], FOLDER=login.folder)
     assert not (login.folder / "results").exists(), "a check must write nothing but caches"
     words = ["hardware=cpu", "trainer.kto.max_steps=1", "export.enabled=false"]
     status, shown, said = login("kto", *login.given, *words)

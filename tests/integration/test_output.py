@@ -77,6 +77,7 @@ def without_figures(lines: Iterable[str]) -> list[str]:
     """The lines without what depends on the machine: its name, losses, seconds, and the step that was the best."""
     others = re.compile(
         r"-?\d+\.\d{4}|(?<=step_00000)\d|(?<=checkpoint, step )\d|\d+(?= tokens/s)|(?<=eta )[\d:]+|\d+\.\d+(?= s/step)"
+        r"|[\d.]+ [GM]B(?= free)"
     )
     return [others.sub("N", re.sub(r"CPU, .*, 1 thread", "CPU, 1 thread", SECONDS.sub("N s", line))) for line in lines]
 
@@ -129,6 +130,8 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
     assert [line for line in figures if line not in out] == []
     warnings = [line for line in errors if line.startswith("warning:")]
     assert warnings == [
+        Message("warning", "model.optim.lr=0.001", "destroy", "docs/guides/settings.md#learning-rate"),
+        Message("warning", "validation", "13 rows", "20", "model.data.splits_string"),
         Message("warning", "train", "prompt", "16", "51", "model.data.seq_length=64"),
         Message("warning", "validation", "prompt", "6", "13", "model.data.seq_length=64"),
     ]
@@ -324,7 +327,7 @@ def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path
     assert [path for path in [cache, *cache.rglob("*")] if path.stat().st_mode & 0o077] == [], "rows may be private"
     expected = [
         Message(f"{file}", "used", "id", "40"),
-        Message("validation", "40", "all", 'model.data.splits_string="90,10"', "null"),
+        Message("validation", "40", "all", 'model.data.splits_string="50,50"', "null"),
         Message("train", "answer", "1", "40", "model.data.seq_length=64"),
     ]
     assert [text for text in expected if text not in done.stderr.splitlines()] == []

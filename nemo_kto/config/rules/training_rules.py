@@ -311,7 +311,7 @@ def early_stopping_rules(run: ResolvedRun) -> Errors:
 def sample_rules(run: ResolvedRun) -> Errors:
     """Check the settings of the samples, the file of their prompts, and that the run will have validations."""
     samples, length = run.cfg.exp_manager.samples, run.cfg.seq_length
-    if not samples.enabled:
+    if not samples.enabled or samples.only_at_ends:
         return
     if samples.max_new_tokens >= length:
         text = f"must leave room for a prompt in model.data.seq_length={length}, got {samples.max_new_tokens}; lower it"

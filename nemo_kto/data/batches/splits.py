@@ -37,6 +37,7 @@ from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, show_n
 from nemo_kto.data.tokens.chat_template import RecordEncoder
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
 
 Range = tuple[Source, int, int]  # rows [start, stop) of a source
 
@@ -280,7 +281,8 @@ def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_va
         what = (
             f"{found} of {total} rows are too few and are used for training" if found else f"no row, of {total} rows in all"
         )
-        more = "90,10" if total >= 20 else "50,50"
+        percent = max(10, min(50, -(-100 * MIN_VALIDATION_ROWS // max(1, total))))
+        more = f"{100 - percent},{percent}"
         warnings.append(f'validation: {what}; set model.data.splits_string="{more}" for more, or null for no validation')
     if rows["test"]:
         remedy = f"remove the third number of model.data.splits_string={splits_string}"

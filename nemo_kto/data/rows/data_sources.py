@@ -20,6 +20,7 @@ from nemo_kto.data.rows.records import DataError
 from nemo_kto.errors import UserError, either, printable, show
 from nemo_kto.utils.files import file_inside, make_folder, publish_file, read_json
 from nemo_kto.utils.hashes import file_hash
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
 
 if TYPE_CHECKING:
     import pyarrow
@@ -39,7 +40,7 @@ _HUB = re.compile(
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # in folders that save_to_disk wrote
 _IDENTITY = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified")  # of a file at a web address
-_AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
+_AUTO_PART, _AUTO_MAX_PART, _AUTO_MAX = 100, 10, 10_000  # the usual and the largest part of the rows, and most rows
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,14 @@ def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction
 def split_shares(splits_string: str, num_rows: int) -> tuple[Fraction, Fraction, Fraction]:
     """Return the shares of train, validation and test for a source with ``num_rows`` rows (at least 1); they sum to 1.
 
-    With ``AUTO`` the last hundredth of the rows is used for validation, but at most 10,000 rows, and none if it would be
-    fewer than 2 rows. 10,000 rows are enough to see a difference, and the cost of validation stays bounded for large data.
+    With ``AUTO`` the last hundredth of the rows is used for validation, but at least 20 and at most 10,000 rows, and none if
+    20 are more than a tenth. 10,000 rows are enough to see a difference, and the cost of validation stays bounded.
     """
     shares = read_splits_string(splits_string)
     if shares is not None:
         return shares
-    validation = min(num_rows // _AUTO_PART, _AUTO_MAX)
-    share = Fraction(validation if validation >= _AUTO_MIN else 0, num_rows)
+    validation = min(max(num_rows // _AUTO_PART, MIN_VALIDATION_ROWS), _AUTO_MAX)
+    share = Fraction(validation if validation * _AUTO_MAX_PART <= num_rows else 0, num_rows)
     return 1 - share, share, Fraction(0)
 
 

@@ -131,6 +131,7 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
     from nemo_kto.memory.micro_batches import measure
     from nemo_kto.memory.run_plan import degrees, make_plan, with_shared_prompts
     from nemo_kto.run.data import check_validation_rows, split_text
+    from nemo_kto.run.disk import find_disk_need
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.prepare import prepare
     from nemo_kto.run.samples import samples_text
@@ -139,6 +140,7 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
     run = run.with_model(data=run.cfg.model.data.model_copy(update={"num_workers": 0}))
     start = prepare(run, data_parallel=(0, machines.ranks // math.prod(degrees(run.cfg.model))))
     check_export(run)
+    need = find_disk_need(run, start)
     check_validation_rows(run.cfg, start.data)
     batches, resumption = len(start.data.train.batch_sampler), start.resumption
     steps, splits = run.length.total_steps(batches), start.data.splits.in_use
@@ -152,4 +154,5 @@ def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",
         **({} if start.samples is None else {"samples": samples_text(run, start.samples, start.data.splits)}),
         "run folder": f"{run.folder} ({resumption.finished or folder})",
+        "disk": need.text(),
     }

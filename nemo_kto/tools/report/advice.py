@@ -1,4 +1,7 @@
-"""Advice about a run: rules over its curves and its data, each of which names the figures that it is based on."""
+"""Advice about a run: rules over its curves and its data, each of which names the figures that it is based on.
+
+A problem is reported once: where the rule for a cause applies, those for its consequences are silent (``_CONSEQUENCES``).
+"""
 
 from __future__ import annotations
 
@@ -8,37 +11,45 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_kto.config.learning_rates import LR_RANGES, is_outlier
+from nemo_kto.errors import plural
 from nemo_kto.records.curves import Curve
 from nemo_kto.records.run_record import FINISHED, RunRecord
 from nemo_kto.tools.report.comparison import differing_rows
 from nemo_kto.tools.report.facts import data_text
+from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
 from nemo_kto.utils.text import number_text
 
 _MIN_POINTS = 10  # of a training curve; fewer show nothing
 _TAIL = 0.2  # fraction of a curve whose mean is its final value
 _NOTICEABLE = 0.1  # reward, in nats: a change of the loss by a fortieth
 _MOSTLY_COMMON = 0.5  # rewards of the better answers fall at least this fraction as far as those of the worse ones
-_OFTEN = 0.8  # fraction of steps
 _COLLAPSE = 1.5  # ratio of the final to the first log-probs
+_DESTROYED = 3.0  # the same ratio of a model that no longer writes text
 _LOSS_ROSE = 1.05  # ratio of the final to the first loss
 _SPIKE, _SPIKES = 10.0, 3  # ratio of a gradient norm to the median around it, and number of such steps
+_MAX_NEGATIVE_KL = 0.25  # of the log-prob of an answer; a KL estimate below 0 is normal, also for a long time (kto.md)
 _MAX_Z0_NOISE = 0.5  # reward; it changes the weight of an example by up to an eighth
 _MIN_STEPS = 10  # of an epoch with a larger batch
+_MIN_BATCH, _MAX_BATCH = 16, 128  # advised by docs/guides/settings.md
 _FEW_STEPS = 10  # fewer are too few for a run
 _OVERFIT = 0.1  # fraction of the best improvement of the validation loss that was lost again
 _MIN_VALIDATIONS_AFTER = 2  # the best one, all of which must be worse
 _NO_MARGIN, _NO_CHANGE = 0.05, 0.02  # final margin, and relative change of the loss, of a run that learned nothing
 _MIN_BALANCE, _MAX_BALANCE = 0.8, 1.6  # beyond 1 to 4/3, which Ethayarajh et al. 2024 (arXiv 2402.01306) recommend
 _MAX_TRUNCATED = 0.05  # fraction of the rows
+_LOGPS = ("logps_chosen_mean", "logps_rejected_mean")
+_CURVES = "tutorials/curves.md#{}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A likely problem of a run, the figures that show it, and what to change."""
+    """A likely problem of a run, the figures that show it, what to change, and a page of docs/ about it."""
 
     title: str
     reason: str
     remedy: str
+    page: str
 
 
 Rule = Callable[[RunRecord], Advice | None]
@@ -53,13 +64,42 @@ def different_data(runs: Mapping[str, RunRecord]) -> Advice | None:
     if "validation" in which:
         remedy = "Compare figures of validation only between runs with the same validation rows."
     return Advice(
-        title="The runs used different data", reason=f"The {' and '.join(which)} rows differ. {of_runs}.", remedy=remedy
+        title="The runs used different data",
+        reason=f"The {' and '.join(which)} rows differ. {of_runs}.",
+        remedy=remedy,
+        page="guides/data.md#files-splits-and-blends",
     )
 
 
 def advice_for(run: RunRecord) -> list[Advice]:
-    """Return the advice of all rules that apply, the most important first."""
-    return [advice for rule in RULES if (advice := rule(run)) is not None]
+    """Return the advice of the rules that apply, except for consequences of others, the most important first."""
+    found = {rule: advice for rule in RULES if (advice := rule(run)) is not None}
+    consequences = {each for rule in found for each in _CONSEQUENCES.get(rule, ())}
+    return [advice for rule, advice in found.items() if rule not in consequences]
+
+
+def finding_lines(run: RunRecord) -> list[str]:
+    """Return the title of each advice, with its page, the most important first."""
+    return [f"{advice.title} (docs/{advice.page})" for advice in advice_for(run)]
+
+
+def model_destroyed(run: RunRecord) -> Advice | None:
+    """The answers of both classes have become so improbable that the model cannot write text any more."""
+    for prefix in (*run.validations.values(), "train/"):
+        curves = [run.curves.get(f"{prefix}logps_{name}_mean") for name in ("chosen", "rejected")]
+        found = [curve for curve in curves if curve is not None and len(curve) > 1 and curve.first < 0]
+        if not found or min(curve.last / curve.first for curve in found) <= _DESTROYED:
+            continue
+        fell = " and ".join(f"from {number_text(curve.first)} to {number_text(curve.last)}" for curve in found)
+        return Advice(
+            title="The model is probably destroyed",
+            reason=f"Between steps {int(found[0].steps[0]):,} and {found[0].last_step:,} the mean log-prob of answers fell "
+            f"{fell}, whatever their label: the model gives almost no probability to text like that of the data. Neither a "
+            "margin nor an AUC shows this.",
+            remedy=f"Do not use it. Try {_other_lr(run, 'a lower', 0.2)}.",
+            page=_CURVES.format("learning-rate-too-high"),
+        )
+    return None
 
 
 def learning_rate_too_high(run: RunRecord) -> Advice | None:
@@ -75,8 +115,10 @@ def learning_rate_too_high(run: RunRecord) -> Advice | None:
                 f"{number_text(_final(worse))}"
             )
     loss = _long(run, "train/loss")
-    if loss is not None and loss.first > 0 and _final(loss) > _LOSS_ROSE * loss.first:
-        found.append(f"the training loss rose from {number_text(loss.first)} to {number_text(_final(loss))}")
+    if loss is not None and _start(loss) > 0:
+        error = 2 * _noise(loss) * math.sqrt(1 / len(loss.tail(_TAIL)) + 1 / max(1, len(loss) // 20))
+        if _final(loss) > max(_LOSS_ROSE * _start(loss), _start(loss) + error):
+            found.append(f"the training loss rose from {number_text(_start(loss))} to {number_text(_final(loss))}")
     if (norms := _long(run, "train/grad_norm")) is not None and (spikes := _spikes(norms)) is not None:
         largest = int(spikes.values.argmax())
         found.append(
@@ -89,6 +131,7 @@ def learning_rate_too_high(run: RunRecord) -> Advice | None:
         title="The learning rate is probably too high",
         reason=f"{found[0][0].upper()}{'; '.join(found)[1:]}.",
         remedy=f"Try {_other_lr(run, 'a lower', 0.2)}, or a longer model.optim.sched.warmup_steps.",
+        page=_CURVES.format("learning-rate-too-high"),
     )
 
 
@@ -101,15 +144,18 @@ def skipped_steps(run: RunRecord) -> Advice | None:
         title="Steps were skipped",
         reason=f"The loss or the gradient was not finite in {skipped.last:.0f} of {run.step:,} steps.",
         remedy="Look at the rows that the warnings name, or lower model.optim.lr.",
+        page="guides/training.md#non-finite-values",
     )
 
 
 def no_learning(run: RunRecord) -> Advice | None:
-    """Neither the margin nor the loss moved."""
+    """Neither the rewards nor the loss moved."""
     loss, margin = _long(run, "train/loss"), _long(run, "train/rewards_margin")
-    if loss is None or margin is None or not loss.first:
+    if loss is None or margin is None or not _start(loss):
         return None
-    change = _final(loss) / loss.first - 1
+    if any(abs(_final(curve) - _start(curve)) >= _NOTICEABLE for curve in _rewards(run, "train/")):
+        return None
+    change = _final(loss) / _start(loss) - 1
     reached = [_final(margin)]
     reached += [run.curves[name].last for p in run.validations.values() if (name := f"{p}rewards_margin") in run.curves]
     if max(map(abs, reached)) >= _NO_MARGIN or abs(change) >= _NO_CHANGE:
@@ -119,6 +165,7 @@ def no_learning(run: RunRecord) -> Advice | None:
         reason=f"After {run.step:,} steps the margin is {number_text(reached[-1], 2)}, and the training loss has changed by "
         f"{100 * change:.1f} %.",
         remedy=f"Try {_other_lr(run, 'a higher', 5.0)}, or train longer.",
+        page="guides/settings.md#learning-rate",
     )
 
 
@@ -139,24 +186,24 @@ def both_rewards_fall(run: RunRecord) -> Advice | None:
         f"of {second} ones {number_text(bad, 3)}: both have become less likely than under the reference.",
         remedy=f"Try a lower model.optim.lr, a larger model.{run.algorithm}.ref_policy_kl_penalty, or an SFT term "
         f"(model.{run.algorithm}.sft_loss_weight).",
+        page=_CURVES.format("in-short"),
     )
 
 
-def kl_clamped(run: RunRecord) -> Advice | None:
-    """The estimate of the KL divergence is negative nearly always, so that the reference point z0 stays at 0."""
-    kl = _long(run, "train/kl_unclamped")
-    if kl is None or run.beta is None:
+def kl_falls(run: RunRecord) -> Advice | None:
+    """The estimate of the KL divergence falls far below 0; one that stays somewhat below 0 is normal."""
+    kl, better, worse = (_long(run, f"train/{name}") for name in ("kl_unclamped", *_LOGPS))
+    if kl is None or better is None or worse is None:
         return None
-    late = kl.tail(0.5)
-    negative, mean = float((late.values < 0).mean()), float(late.values.mean())
-    if negative < _OFTEN or run.beta * mean > -_NOTICEABLE:
+    length, final = -(_start(better) + _start(worse)) / 2, _final(kl)
+    if final > -_MAX_NEGATIVE_KL * length or final >= float(kl.tail(0.5).values[: len(kl) // 4 + 1].mean()):
         return None
     return Advice(
-        title="The KL estimate is clamped at 0",
-        reason=f"In {100 * negative:.0f} % of the last {len(late)} logged steps the estimate was negative, "
-        f"{number_text(mean, 3)} on average, so that z0 was 0: answers to other prompts have become less likely than under "
-        "the reference.",
+        title="The KL estimate keeps falling",
+        reason=f"The estimate fell to {number_text(final, 3)}, where the first log-probs of answers were "
+        f"{number_text(-length, 3)}: answers to other prompts have become far less likely than under the reference.",
         remedy=f"Try a lower model.optim.lr, or a larger model.{run.algorithm}.ref_policy_kl_penalty.",
+        page=_CURVES.format("learning-rate-too-high"),
     )
 
 
@@ -166,26 +213,25 @@ def batch_too_small(run: RunRecord) -> Advice | None:
     if kl is None or run.beta is None or not isinstance(size, int):
         return None
     late = kl.tail(2 / 3)
-    # the differences of neighbours, in which a slow change of the estimate does not count as noise
-    noise, mean = float(np.diff(late.values).std()) / math.sqrt(2), float(late.values.mean())
+    noise, mean = _noise(late), float(late.values.mean())
     if noise < abs(mean) or run.beta * noise < _MAX_Z0_NOISE:
         return None
     rows = run.data.get("sets", {}).get("train", {}).get("rows")
-    doublings = min(4, math.ceil(2 * math.log2(run.beta * noise / (_MAX_Z0_NOISE / 2))))
-    while doublings and rows and rows < _MIN_STEPS * size * 2**doublings:
-        doublings -= 1
-    remedy = f"Try model.global_batch_size={size * 2**doublings}; the noise falls with the square root of the batch."
-    if not doublings:
-        remedy = (
-            f"Try more rows with a larger model.global_batch_size: {rows:,} leave too few steps. A loss without z0 is "
-            "model.kto.preference_loss=apo_zero_unpaired."
-        )
+    larger = size * 2 ** math.ceil(2 * math.log2(run.beta * noise / (_MAX_Z0_NOISE / 2)))
+    larger = min(max(larger, _MIN_BATCH), max(_MAX_BATCH, size))
+    while larger > size and rows and rows < _MIN_STEPS * larger:
+        larger //= 2
+    remedy = f"Try model.global_batch_size={larger}; the noise falls with the square root of the batch."
+    if larger <= size or larger < _MIN_BATCH:
+        reason = f"{rows:,} rows leave too few steps with a larger batch" if size < _MAX_BATCH else "the batch is large"
+        remedy = f"Try a loss without z0 (model.kto.preference_loss=apo_zero_unpaired): {reason}."
     return Advice(
         title="The batch is small for an estimate of z0",
         reason=f"From step to step the KL estimate of {size} examples varies by {number_text(noise, 3)} (standard "
         f"deviation) around a mean of {number_text(mean, 3)}, which moves the reference point of all rewards by "
         f"{number_text(run.beta * noise, 2)}.",
         remedy=remedy,
+        page=_CURVES.format("batch-too-small"),
     )
 
 
@@ -194,13 +240,15 @@ def too_few_steps(run: RunRecord) -> Advice | None:
     if run.state.word != FINISHED or not 0 < run.step < _FEW_STEPS:
         return None
     size, rows = run.config.get("model.global_batch_size"), run.data.get("sets", {}).get("train", {}).get("rows")
-    smaller = f"a smaller model.global_batch_size than {size}" if isinstance(size, int) and size > 1 else "more rows"
+    can_shrink = isinstance(size, int) and size > _MIN_BATCH
+    smaller = f"a smaller model.global_batch_size, of at least {_MIN_BATCH}" if can_shrink else "more rows"
     return Advice(
         title="The run is too short",
         reason=f"{run.step} step{'s' * (run.step != 1)} of {size} examples"
         + (f", from {rows:,} rows," if rows else "")
         + " are too few for Adam and the learning-rate schedule to have an effect that one could measure.",
         remedy=f"Try more epochs (trainer.{run.algorithm}.max_epochs), or {smaller}.",
+        page="guides/settings.md#by-number-of-rows",
     )
 
 
@@ -209,6 +257,8 @@ def validation_worsened(run: RunRecord) -> Advice | None:
     train = _long(run, "train/loss")
     for title, prefix in run.validations.items() if train is not None else ():
         loss = run.curves[f"{prefix}loss"]
+        if run.is_small(prefix):
+            continue
         best = int(loss.values.argmin())
         later, lowest = loss.values[best + 1 :], float(loss.values[best])
         gained, lost = loss.first - lowest, loss.last - lowest
@@ -229,8 +279,24 @@ def validation_worsened(run: RunRecord) -> Advice | None:
                 title="The model overfits" if overfits else f"The {title} loss has risen since step {best_step:,}",
                 reason=f"The {title} loss was lowest at step {best_step:,} ({number_text(lowest)}) and is now "
                 f"{number_text(loss.last)}{meanwhile}.",
-                remedy="Export the best checkpoint (export.which=best), or stop earlier "
+                remedy="Export the best checkpoint (nemo-kto export RUN OUT --best), or stop the next run earlier "
                 "(exp_manager.create_early_stopping_callback=true, or fewer steps).",
+                page="guides/training.md#early-stopping",
+            )
+    return None
+
+
+def small_validation(run: RunRecord) -> Advice | None:
+    """A validation has too few rows for its figures to say anything."""
+    for title, prefix in run.validations.items():
+        if run.is_small(prefix):
+            rows = int(run.curves[f"{prefix}rows"].last)
+            return Advice(
+                title=f"The {title} has too few rows",
+                reason=f"It has {plural(rows, 'row')}, where at least {MIN_VALIDATION_ROWS} are needed to judge a model or "
+                "choose a checkpoint.",
+                remedy='Raise the second number of model.data.splits_string, as in "80,20", or add rows.',
+                page="guides/data.md#files-splits-and-blends",
             )
     return None
 
@@ -240,6 +306,8 @@ def one_class_dominates(run: RunRecord) -> Advice | None:
     balance = run.data.get("balance", {})
     try:
         (good, bad), (good_weight, bad_weight) = balance["examples"], balance["weights"]
+        if bool(good) != bool(bad):
+            return _one_class("desirable" if good else "undesirable", good or bad)
         ratio = good * good_weight / (bad * bad_weight)
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
         return None
@@ -251,6 +319,17 @@ def one_class_dominates(run: RunRecord) -> Advice | None:
         reason=f"{good:,.10g} desirable examples of weight {good_weight:.4g} against {bad:,.10g} undesirable ones of weight "
         f"{bad_weight:.4g}: a ratio of {number_text(ratio, 3)}, where 1 to 4/3 is recommended.",
         remedy=f"Set model.{run.algorithm}.auto_balance=true.",
+        page="algorithms/kto.md#balance",
+    )
+
+
+def _one_class(which: str, count: float) -> Advice:
+    return Advice(
+        title=f"All training examples are {which}",
+        reason=f"With {count:,.10g} {which} examples and no others, the model learns to make every answer "
+        f"{'more' if which == 'desirable' else 'less'} likely.",
+        remedy="Collect examples of the other class.",
+        page=_CURVES.format("one-class-only"),
     )
 
 
@@ -266,21 +345,33 @@ def truncated_rows(run: RunRecord) -> Advice | None:
         reason=f"{prompts:,} prompts and {responses:,} answers of {rows:,} training rows are truncated at {length} tokens"
         + (" (an answer without its end does not teach the model to stop)." if responses else "."),
         remedy="Raise model.data.seq_length, or leave these rows out.",
+        page="guides/data.md#tokenisation-and-truncation",
     )
 
 
 RULES: tuple[Rule, ...] = (
+    model_destroyed,
     learning_rate_too_high,
     skipped_steps,
     too_few_steps,
     no_learning,
     both_rewards_fall,
-    kl_clamped,
+    kl_falls,
     validation_worsened,
+    small_validation,
     one_class_dominates,
     batch_too_small,
     truncated_rows,
 )
+_TOO_FAST: tuple[Rule, ...] = (no_learning, both_rewards_fall, kl_falls, validation_worsened, batch_too_small)
+# Rule -> rules that say the same of such a run in other words, or give advice that contradicts its own.
+_CONSEQUENCES: Mapping[Rule, tuple[Rule, ...]] = {
+    model_destroyed: (learning_rate_too_high, too_few_steps, *_TOO_FAST),
+    learning_rate_too_high: (too_few_steps, *_TOO_FAST),
+    too_few_steps: (no_learning, batch_too_small),
+    both_rewards_fall: (no_learning, kl_falls),
+    kl_falls: (no_learning,),
+}
 
 
 def _long(run: RunRecord, name: str) -> Curve | None:
@@ -308,7 +399,25 @@ def _spikes(curve: Curve) -> Curve | None:
     return curve.at(above) if above.sum() >= _SPIKES and is_alive else None
 
 
+def _noise(curve: Curve) -> float:
+    """Return the standard deviation of a curve around its trend, from the differences of neighbours."""
+    return float(np.diff(curve.values).std()) / math.sqrt(2)
+
+
+def _rewards(run: RunRecord, prefix: str) -> list[Curve]:
+    found = (run.curves.get(f"{prefix}rewards_{name}_mean") for name in ("chosen", "rejected"))
+    return [curve for curve in found if curve is not None]
+
+
 def _other_lr(run: RunRecord, words: str, factor: float) -> str:
-    """Return an override with ``factor`` times the learning rate, or only ``words`` if the rate is not known."""
-    lr = run.config.get("model.optim.lr")
-    return f"model.optim.lr={lr * factor:.2g} instead of {lr:g}" if isinstance(lr, float) else f"{words} model.optim.lr"
+    """Return an override with ``factor`` times the learning rate, or the nearest usual rate if that is far from usual.
+
+    Return only ``words`` if the rate of the run is not known.
+    """
+    lr, scheme = run.config.get("model.optim.lr"), str(run.config.get("model.peft.peft_scheme"))
+    if not isinstance(lr, float) or scheme not in LR_RANGES:
+        return f"{words} model.optim.lr"
+    other, (low, high) = lr * factor, LR_RANGES[scheme]
+    if is_outlier(other, scheme):
+        other = high if factor < 1 else low
+    return f"model.optim.lr={other:.2g} instead of {lr:g}"

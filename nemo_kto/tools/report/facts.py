@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from nemo_kto.data.rows.forms import data_name
 from nemo_kto.errors import plural
 from nemo_kto.model_files.checkpoint_files import size_text
+from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.records.run_record import RUNNING, RunRecord
 from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.watch import duration_text
@@ -69,7 +71,11 @@ def headline(run: RunRecord) -> list[Figure]:
         )
         for each in run.comparisons
     ]
-    sets = {title.replace("validation", "held-out"): prefix for title, prefix in run.validations.items()}
+    sets = {
+        title.replace("validation", "held-out"): prefix
+        for title, prefix in run.validations.items()
+        if not run.is_small(prefix)
+    }
     figures += [
         figure
         for of_set, prefix in (sets or {"training batches": "train/"}).items()
@@ -91,6 +97,8 @@ def _change(run: RunRecord, metric: str, label: str, where: str) -> Figure | Non
     detail = where
     if metric.endswith("auc") and rows is not None:
         detail += f", {plural(int(rows.last), 'row')}"
+        if (interval := run.auc_interval(metric.removesuffix("auc"))) is not None:
+            detail += f", 95 % in {interval[0]:.2f} to {interval[1]:.2f}"
     if len(curve) > 1:
         detail += f", from {metric_text(metric, curve.first, 3)} at step {int(curve.steps[0]):,}"
     return Figure(label=label, value=metric_text(metric, curve.last, 3), detail=detail)
@@ -166,6 +174,24 @@ def checkpoint_table(run: RunRecord) -> list[list[str]]:
         texts = ["" if value is None else metric_text(name, value) for name, value in zip(names, values, strict=True)]
         rows.append([checkpoint.folder.name, f"{checkpoint.step:,}", size, *texts])
     return [["checkpoint", "step", "size", *names], *rows] if rows else []
+
+
+def next_steps(run: RunRecord) -> dict[str, str]:
+    """Return commands to use the model of a run, by their purpose; empty for a run without checkpoints and export."""
+    out = Path(str(run.config.get("export.path") or run.folder / "hf"))
+    if not out.is_dir():
+        out = run.folder / "hf"
+    folder, model = shlex.quote(str(run.folder)), shlex.quote(str(out))
+    if not out.is_dir():
+        return {"export": f"nemo-kto export {folder} {model}"} if run.checkpoints else {}
+    loader = f'from transformers import {auto_class(out)}; model = {auto_class(out)}.from_pretrained("{out}")'
+    return {
+        "talk with it": f"nemo-kto chat {folder} --against",
+        "transformers": loader,
+        "vLLM": f"vllm serve {model}",
+        "llama.cpp": f"llama.cpp/convert_hf_to_gguf.py {model} --outfile aligned.gguf && llama-cli -m aligned.gguf -cnv",
+        "publish": f"nemo-kto export {folder} --push hf:USER/NAME",
+    }
 
 
 def provenance(run: RunRecord) -> dict[str, str]:

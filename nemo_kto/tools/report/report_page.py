@@ -21,6 +21,7 @@ from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
 from nemo_kto.utils.text import html_text, value_text
 
+_USE = ("results/chat.md", "results/export.md")  # pages about the commands for a finished model
 _MAX_ANSWERS = 50  # prompts that are shown
 
 
@@ -128,6 +129,8 @@ def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         [{"title": "", "folded": False, "lines": None, "rows": table}] if table else []
         for table in (facts.comparison_table(run), facts.checkpoint_table(run))
     )
+    if steps := facts.next_steps(run):
+        yield "Use the model", [{"title": "", "folded": False, "lines": steps, "pages": _USE}]
     yield "Win rates", win_rates
     yield "Settings", [section for section in settings if section["lines"]]
     yield "Run", [{"title": "", "folded": False, "lines": summary}] if (summary := run.run.get("summary")) else []

@@ -158,6 +158,9 @@ def test_a_finished_run_reports_it_and_changes_nothing(first: Folders, ranks: Ra
     assert printed == Message("nemo-kto", f"{first.run}", *names)
     shorter = first.start("trainer.kto.max_steps=1").resumption.finished
     assert shorter == Message(f"{first.run}", "3", "1", "max_steps=1", "trainer.kto.max_steps", "train", *REMEDY)
+    other = first.start("model.optim.lr=0.5", "export.which=best").resumption.finished
+    export = ("export.which", "last", "best", f"nemo-kto export {first.run} FOLDER --best")
+    assert other == Message(f"{first.run}", "model.optim.lr", "0.5", *export, "trainer.kto.max_steps", *REMEDY)
     assert snapshot(first.run) == before
 
 

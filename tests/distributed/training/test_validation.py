@@ -225,6 +225,16 @@ def test_training_is_the_same_to_the_last_bit(jobs: JobCache, prompts: Path) -> 
     assert [line["step"] for line in lines if line.get("timing/samples", 0) > 0] == [1, 2]
 
 
+def test_every_run_answers_two_prompts_before_and_after(jobs: JobCache) -> None:
+    given = [*LENGTH, *DROPOUT]
+    run = jobs(overrides=[*given, "exp_manager.samples.count=null"])
+    assert trajectory(run) == trajectory(jobs(overrides=given))
+    found = read_samples(run / SAMPLES_FILE)
+    assert taken(found) == [(0, "reference", 0), (0, "reference", 1), (2, "policy", 0), (2, "policy", 1)]
+    assert all(0 < sample.tokens <= 32 for sample in found)
+    assert "timing/samples" not in (run / "metrics.jsonl").read_text()
+
+
 def test_two_ranks_take_the_same_samples_and_a_resumed_run_repeats_none(
     jobs: JobCache, whole: list[Sample], tmp_path: Path
 ) -> None:

@@ -32,11 +32,12 @@ def sizes(rows: int, splits_string: str, least: int) -> tuple[list[int], list[st
 @pytest.mark.parametrize("least", [1, 2])  # DPO, KTO
 def test_the_default_split_leaves_no_row_unused(least: int) -> None:
     small = dict.fromkeys((2, 3, 40, 63, 64, 65, *range(75, 177), 199), 0)
-    large = {200: 2, 1000: 10, 999_999: 9999, 1_000_000: 10_000, 40_000_000: 10_000}
+    large = {200: 20, 1000: 20, 3000: 30, 999_999: 9999, 1_000_000: 10_000, 40_000_000: 10_000}
     for rows, validation in {**small, **large}.items():
         found, message = sizes(rows, "auto", least)
+        percent = min(50, -(-2000 // rows))  # of which 20 rows are validated
         assert found == [rows - validation, validation, 0]
-        remedy = f'model.data.splits_string="{"90,10" if rows >= 20 else "50,50"}"'
+        remedy = f'model.data.splits_string="{100 - percent},{percent}"'
         assert message == ([] if validation else [Message("validation", f"{rows}", "all", remedy, "null")])
 
 
@@ -44,7 +45,7 @@ def test_a_validation_split_of_one_row_joins_training_if_two_are_needed() -> Non
     found, message = sizes(100, "98,1,1", 2)
     assert found == [99, 0, 1]
     assert message == [
-        Message("validation", "1", "100", 'model.data.splits_string="90,10"', "null"),
+        Message("validation", "1", "100", 'model.data.splits_string="80,20"', "null"),
         Message("test", "1", "100", "nothing", "number", "model.data.splits_string=98,1,1"),
     ]
     assert sizes(100, "98,1,1", 1)[0] == [98, 1, 1]

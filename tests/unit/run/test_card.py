@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,15 @@ def test_names_without_paths_and_secrets_and_sets_with_names(tokenizer_folder: P
     for part in ("jane", "secret", "abc", "/home", "host"):
         assert part not in text, part
     assert "![Curves of the run](card.png)" in text
+
+
+@pytest.mark.parametrize(("rows", "cell"), [(40, "| AUC | 0.8000 (95 %: 0.63 to 0.90) |"), (19, "")])
+def test_an_auc_has_its_interval_or_too_few_rows(rows: int, cell: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    counts = {"rows": rows, "tokens": 1, "longest": 1, "cut_prompts": 0, "cut_responses": 0, "desirable": rows // 2}
+    (tmp_path / "data.json").write_text(json.dumps({"sets": {"validation": counts}}))
+    info = {"metrics": {"val_loss": 0.4, "val_auc": 0.8, "val_rows": rows, "train_loss": 0.3}, "trainer": {"step": 7}}
+    text = card_text(CardSources(info=info, run=tmp_path, original=tokenizer_folder, adapters=False), has_picture=False)
+    assert (cell in text, "AUC" in text, "the last batch of training" in text) == (True, bool(cell), not cell)
 
 
 def test_a_card_that_cannot_be_made_does_not_prevent_the_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

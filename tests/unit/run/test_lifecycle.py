@@ -17,13 +17,13 @@ from nemo_kto.run import lifecycle
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").touch()
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object) -> list[str]:
         raise ImportError("no such font")
 
-    assert lifecycle.make_report(tmp_path, fail) is None
+    assert lifecycle.make_report(tmp_path, fail) == (None, ())
     (message,) = caplog.messages
     assert all(word in message for word in ("ImportError", "no such font", f"nemo-kto report {tmp_path}"))
-    assert lifecycle.make_report(tmp_path, None) is None
+    assert lifecycle.make_report(tmp_path, None) == (None, ())
     assert len(caplog.messages) == 1
 
 

@@ -26,14 +26,31 @@ def examples(*prompts: str) -> list[KTOExample]:
     return [KTOExample(prompt_ids=each, response_ids=[1], desirable=True) for each in ids]
 
 
-def prompts_of(*overrides: str, **sets: Sequence[KTOExample]) -> SamplePrompts | None:
+def prompts_of(
+    *overrides: str, train: Sequence[KTOExample] = (), has_template: bool = True, **sets: Sequence[KTOExample]
+) -> SamplePrompts | None:
     run = resolved("model.data.seq_length=30", f"{KEY}.max_new_tokens=10", *(f"{KEY}.{each}" for each in overrides))
-    splits: Any = SimpleNamespace(validation=sets)
-    return build_prompts(run, make_tokenizer(), splits, date=datetime(2026, 11, 26))
+    splits: Any = SimpleNamespace(validation=sets, train=train)
+    tokenizer = make_tokenizer()
+    if not has_template:
+        tokenizer.chat_template = None
+    return build_prompts(run, tokenizer, splits, date=datetime(2026, 11, 26))
 
 
-def test_there_are_none_by_default() -> None:
-    assert prompts_of(rows=examples("a")) is None
+def test_there_are_two_by_default() -> None:
+    found = prompts_of("max_new_tokens=64", rows=examples("a", "a", "b", "c"), other=examples("d"))
+    assert found is None, "32 tokens are longer than a sequence"
+    found = prompts_of(rows=examples("a", "a", "b", "c"), other=examples("d"))
+    assert found is not None
+    assert [prompt.text for prompt in found.prompts] == ["a", "b"]
+    found = prompts_of(train=examples("e", "f", "g"))
+    assert found is not None
+    assert [prompt.text for prompt in found.prompts] == ["e", "f"]
+
+
+def test_there_are_none_without_a_template_or_if_disabled() -> None:
+    assert prompts_of(rows=examples("a"), has_template=False) is None
+    assert prompts_of("count=0", rows=examples("a")) is None
 
 
 def test_the_first_different_prompts_of_each_set_are_taken() -> None:

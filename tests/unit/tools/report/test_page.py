@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from docs.site.pages import DOCS
+from nemo_kto.cli import job
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.records.run_record import FINISHED, RUN_FILE, RUNNING, RunRecord, begin_run, end_run, read_run
 from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.tools.report import report_command as report
-from nemo_kto.tools.report.facts import answers
+from nemo_kto.tools.report.facts import answers, headline, next_steps
 from nemo_kto.tools.report.histograms import common_bins
-from nemo_kto.tools.report.report_page import content_of, html, write_report
+from nemo_kto.tools.report.report_page import content_of, html
 from nemo_kto.utils.locks import this_process
 from nemo_kto.utils.text import MINUS
 from tests.helpers.outputs import assert_output
@@ -103,7 +104,7 @@ def test_captions_lead_to_pages_of_the_documentation(
 ) -> None:
     shown = re.findall(r'<span class="page">([^<]+)</span>', html_of(read_run(complete)))
     assert len(shown) > 12
-    assert [page for page in {*shown} if not (DOCS.parent / page).is_file()] == []
+    assert [page for page in {*shown} if not (DOCS.parent / page.partition("#")[0]).is_file()] == []
     described = Message()
     described["Project-URL"] = "Repository, https://host/owner/nemo_kto"
     monkeypatch.setattr("nemo_kto.tools.report.report_page.metadata", {"nemo-kto": described}.__getitem__)
@@ -127,10 +128,10 @@ def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkey
     end_run(folder, RUNNING)
     left = folder / f".report.html-{'0' * 32}"
     left.touch()
-    lifecycle.complete_record(folder, write_report)
+    lifecycle.complete_record(folder, job.write_report)
     assert (read_run(folder).state.word, left.exists()) == (FINISHED, False)
     written = (folder / "report.html").stat().st_mtime_ns
-    lifecycle.complete_record(folder, write_report)
+    lifecycle.complete_record(folder, job.write_report)
     assert (folder / "report.html").stat().st_mtime_ns == written, "once"
 
 
@@ -189,6 +190,31 @@ def test_histograms_get_common_bins() -> None:
     assert first["chosen"].tolist() == [6.0, 15.0]
     assert first["rejected"].tolist() == [0.0, 7.0]
     assert last["chosen"].tolist() == [0.0, 8.0]
+
+
+@pytest.mark.parametrize(("rows", "auc"), [(200, "held-out, 200 rows, 95 % in 0.82 to 0.92"), (19, "")])
+def test_the_headline_has_an_auc_with_its_interval(rows: int, auc: str, tmp_path: Path) -> None:
+    data = data_of()
+    data["sets"]["validation"] = data["sets"]["train"]
+    lines = changed(healthy(), val_rows=lambda step: float(rows), val_auc=lambda step: 0.875)
+    details = {figure.label: figure.detail for figure in headline(read_run(write_run(tmp_path / "run", lines, data=data)))}
+    assert details.get("AUC", "").startswith(auc)
+    assert details["Loss"].startswith("held-out" if auc else "training batches")
+
+
+def test_commands_to_use_the_model(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a run", healthy(), export__path=str(tmp_path / "out")))
+    assert next_steps(run) == {}
+    (tmp_path / "out").mkdir()
+    folder = f"'{tmp_path}/a run'"
+    steps = next_steps(run)
+    assert steps["talk with it"] == f"nemo-kto chat {folder} --against"
+    assert steps["vLLM"] == f"vllm serve {tmp_path}/out"
+    assert steps["publish"] == f"nemo-kto export {folder} --push hf:USER/NAME"
+    compile(steps["transformers"], "loader", "exec")
+    page = html_of(run)
+    assert "docs/results/chat.md" in page
+    assert "vllm serve" in page
 
 
 def test_a_run_in_progress_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
