@@ -106,6 +106,7 @@ class Recipe:
         losses: built-in losses, by value of ``preference_loss``.
         loss_inputs: names of the keyword arguments that every loss function must take.
         optional_inputs: names of those that are passed to the loss functions that take them.
+        example: data file in the repository, with the words that it needs on a command line.
         unit: plural noun for the rows of the data.
         data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
             rewards.
@@ -129,6 +130,7 @@ class Recipe:
     loss_inputs: frozenset[str]
     optional_inputs: frozenset[str]
     loss_section: type[LossConfig]
+    example: str
     unit: str = "rows"
     data_defaults: Mapping[str, float] = field(default_factory=dict)
     metrics: tuple[str, ...]

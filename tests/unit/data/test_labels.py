@@ -114,7 +114,7 @@ def test_unknown_columns_are_suggested_in_one_setting(row: dict, setting: str, t
     write_rows(path := tmp_path / "rows.jsonl", [row])
     broken = RowErrors()
     assert list(FileReader(fields=Fields(), broken=broken).kto_records(path, FileColumns())) == []
-    with raises(DataError, f"'model.data.fields={{{setting}}}'", json.dumps(path.name).strip('"')):
+    with raises(DataError, f"'fields={setting}'", json.dumps(path.name).strip('"')):
         broken.raise_if_any()
     fields = dict(pair.split(":") for pair in setting.split(","))
     broken = RowErrors()
