@@ -6,6 +6,7 @@ python -m docs.figures.gallery
 from __future__ import annotations
 
 import shlex
+import textwrap
 from typing import Any
 
 from docs.figures.curves import read
@@ -16,36 +17,38 @@ PAGE = "gallery/README.md"
 HEAD = """\
 # Gallery
 
-Configurations to start from, each with its command, its curves and its time. All are real runs of {count} steps on a CPU:
-SmolLM2-135M-Instruct, or a tiny mixture of experts, and short film reviews labelled good or bad. They show that a
-configuration works, not which algorithm is best: the runs are short and the learning rates high, because the data is small.
+Configurations to copy, with their curves: real runs of {count} steps of SmolLM2-135M-Instruct, or a tiny mixture of
+experts, on short film reviews labelled good or bad. They show that a configuration works, not which algorithm is best: the
+data is small, so the runs are short and the learning rates high. For your own data begin with those of [What to
+set](../guides/settings.md).
 
-MODEL, `rows.jsonl`, `validation.jsonl` and their counterparts for pairs are the files of the
-[quickstart](../start/README.md#quickstart). For your own data replace the first line of keys, and begin with the learning
-rates of [What to set](../guides/settings.md). These two commands prepare the files:
+The files are those of the [quickstart](../start/README.md#quickstart):
 
 ```bash needs=network
 python examples/quickstart/prepare.py           # prints the folders of the model and of the rows
 python examples/quickstart/prepare.py --pairs
 ```
 
-{table}
-
-Loss, margin (mean reward of the better class minus that of the other) and accuracy (of pairs only) are those of 64
-validation rows or pairs, before training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, which `auto`
-selects, two cores that other programs used as well, and one thread for each rank. The CPU time includes the start, the
-reference's log-probs and five validations. `python -m docs.figures.runs FOLDER` repeats all runs, and `python -m
-docs.figures.draw` draws the figures.
-"""
-SECTION = """\
-## {title}
-
-{about}
+The first run is
 
 ```bash needs=time by=docs/figures/runs.py
 {command}
 ```
 
+The others have its keys, with `dpo` instead of `kto` in their names and the files `pairs.jsonl` and
+`pairs_validation.jsonl` for pairs, and those that are shown.
+
+{table}
+
+Loss, margin (mean reward of the better class minus that of the other) and accuracy of pairs are those of 64 validation rows
+or pairs, before training and after the last step. The CPU time is that of the whole run in bf16 on two cores of an AMD EPYC
+with AVX-512. `python -m docs.figures.runs FOLDER` repeats all runs, `python -m docs.figures.draw` draws the figures.
+"""
+SECTION = """\
+## {title}
+
+{about}
+{keys}
 ![Loss and rewards of the run: {title}](../figures/run-{name}.svg)
 """
 
@@ -54,7 +57,11 @@ def text() -> str:
     """The page without its link to the next one."""
     shown = {name: run for name, run in RUNS.items() if run.in_gallery}
     counts = sorted({run.steps for run in shown.values()})
-    head = HEAD.format(count=counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}", table=table(shown))
+    first = next(iter(shown.values()))
+    words = [shlex.quote(word) for word in first.words()]
+    command = " \\\n  ".join((f"nemo-kto {first.algorithm} MODEL", *grouped(words)))
+    count = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    head = HEAD.format(count=count, command=command, table=table(shown))
     return "\n".join([head, *(section(name, run) for name, run in shown.items())])
 
 
@@ -80,11 +87,10 @@ def minutes(seconds: float) -> str:
 
 
 def section(name: str, run: Configuration) -> str:
-    """Heading, command and curves of a run."""
-    words = [shlex.quote(word) for word in run.words()]
-    model = "MODEL" if run.model != "tiny-experts" else run.model
-    command = " \\\n  ".join((f"nemo-kto {run.algorithm} {model}", *grouped(words)))
-    return SECTION.format(title=run.title, about=run.about, command=command, name=name)
+    """Heading, keys and curves of a run."""
+    own = [f"{key}={value}" for key, value in run.keys.items() if RUNS["kto"].keys.get(key) != value]
+    keys = "\n".join(("", f"```text\n{' '.join(own)}\n```", "")) if own else ""
+    return SECTION.format(title=run.title, about=textwrap.fill(run.about, 128), keys=keys, name=name)
 
 
 def grouped(words: list[str], width: int = 108) -> list[str]:

@@ -12,7 +12,7 @@ from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.architecture.lora import NEMO_TARGETS, has_adaptable_experts, linear_modules
 from nemo_kto.config import migration
 from nemo_kto.config.compose import config_folder
-from nemo_kto.config.keys import all_keys
+from nemo_kto.config.keys import Key, all_keys
 from nemo_kto.config.learning_rates import DEFAULT_LR
 from nemo_kto.config.schema import config_type
 from nemo_kto.tools.translate import translation
@@ -30,9 +30,16 @@ def key_tables() -> str:
     groups += [(f"Only `nemo-kto {name}`", [key for key in own if key not in shared]) for name, own in keys.items()]
     tables = []
     for title, group in groups:
-        rows = ((f"`{key.name}`", f"{_sentence(key.comment)}<br>Default `{key.default}`; {key.type}") for key in group)
+        rows = ((f"`{key.name}`", f"{_sentence(key.comment)}<br>{_default(key)}") for key in group)
         tables.append(f"## {title}\n\n{markdown_table(('key', 'meaning'), rows)}")
     return "\n\n".join(tables)
+
+
+def _default(key: Key) -> str:
+    """Return the default of a key with its type, but for kinds of values that the default shows, and its constraint."""
+    kind, _, constraint = key.type.partition(", ")
+    text = constraint if kind in ("true or false", "an integer", "a float", "a string") else key.type
+    return f"Default `{key.default}`" + (f"; {text}" if text else "")
 
 
 def _sentence(comment: str) -> str:

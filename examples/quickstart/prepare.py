@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1234
-VALIDATIONS = 3  # before the first step, after half of the steps, and at the end
+VALIDATIONS = 2  # before the first step, and at the end
 VALIDATION_BATCHES = 2  # of the held-out examples, in each validation
-SAMPLES, SAMPLE_TOKENS = 2, 64  # answers of the model at each validation, and their tokens
+SAMPLES, SAMPLE_TOKENS = 2, 32  # answers of the model at each validation, and their tokens; a review has at most 16
 # Of a folder transformers asks no network, and runs no code that lies in it.
 FROM_FILES: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 MIN_TOKENS, MAX_TOKENS = 5, 16  # of a review

@@ -43,8 +43,11 @@ class CheckedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words after the name; click.UsageError names all arguments and options that are missing."""
-        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        given, further, order = self.make_parser(ctx).parse_args(args=list(args))
         if not ctx.resilient_parsing and HELP not in order:
+            if further:
+                arguments = [_name(each) for each in self.get_params(ctx) if isinstance(each, click.Argument)]
+                raise click.UsageError(f"{arguments[-1]} must be the last argument, got {' '.join(further)} after it", ctx)
             required = [parameter for parameter in self.get_params(ctx) if parameter.required]
             missing = [_name(each) for each in required if each.value_is_missing(each.consume_value(ctx, given)[0])]
             if missing:

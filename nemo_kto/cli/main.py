@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-from click.shell_completion import shell_complete
+from click.shell_completion import BashComplete, add_completion_class, shell_complete
 
 from nemo_kto import __version__
 from nemo_kto.cli.command import HELP, SETTINGS, did_you_mean, invoke, is_present, load, printing_option
@@ -70,6 +70,13 @@ one to {folders}, in Hugging Face format. nemo-kto {names} --help lists all keys
 """
 
 
+@add_completion_class
+class _BashCompletion(BashComplete):
+    """Completion in bash, with the names of files where no command or option fits."""
+
+    source_template = BashComplete.source_template.replace("complete -o nosort", "complete -o default -o nosort")
+
+
 class Commands(click.Group):
     """All commands, or those whose names begin with the name of the group."""
 
@@ -110,9 +117,10 @@ class Commands(click.Group):
         if (command := self.get_command(ctx, args[0])) is None and not ctx.resilient_parsing:
             known = self.list_commands(ctx)
             similar = did_you_mean(difflib.get_close_matches(args[0], known, n=1))
-            raise UserError(
-                f"the command must be {either(known)}, got {terminal_line(args[0])}{similar}; {ctx.command_path} --help"
-            )
+            if not self._prefix and difflib.get_close_matches(args[0], ["train"]):
+                similar = did_you_mean(list(_recipes()))
+            where = f"{ctx.command_path} --help"
+            raise UserError(f"the command must be {either(known)} ({where}), got {terminal_line(args[0])}{similar}")
         return args[0], command, args[1:]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

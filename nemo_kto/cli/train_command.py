@@ -57,6 +57,12 @@ Keys and their defaults:
 
 {keys}"""
 
+_EXAMPLE = """\
+MODEL and DATA must be given, got none; an example, in a clone of the repository:
+  nemo-kto data check {recipe.example}
+  nemo-kto {recipe.name} hf:HuggingFaceTB/SmolLM2-135M-Instruct {recipe.example} template=true batch=8 epochs=4 lr=2e-5
+  nemo-kto chat results/{recipe.config_name} --against"""
+
 
 class TrainingCommand(CheckedCommand):
     """The command of one algorithm: Hydra's flags, mixed with MODEL, DATA and overrides."""
@@ -112,6 +118,8 @@ def _train(
     from nemo_kto.config.checker import read_positions
 
     world = _join_ranks()
+    if world is None and not (words or others or config_path or config_name or config_dir or any(modes.values())):
+        raise UserError(_EXAMPLE.format(recipe=recipe))
     source = compose.Source(config_name=config_name or recipe.config_name, config_path=config_path, config_dir=config_dir)
     if source == (ours := compose.our_source(recipe)):
         source = ours  # which the process may have composed already

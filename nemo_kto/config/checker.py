@@ -36,6 +36,8 @@ SHORT = {
     "epochs": "trainer.{name}.max_epochs",
     "steps": "trainer.{name}.max_steps",
     "batch": "model.global_batch_size",
+    "template": "model.data.apply_chat_template",
+    "fields": "model.data.fields",
 }
 Rules = Callable[[RunConfig], Sequence[ConfigError]]  # constraints that concern several keys, files or the machine
 _OVERRIDE = re.compile(r"[+~]\w|[^=]*=")  # +KEY, ~KEY or KEY=VALUE
@@ -86,11 +88,20 @@ def _expand_short(words: Sequence[str], recipe: Recipe) -> tuple[list[str], list
             expanded.append(word)
             continue
         key = SHORT[short].format(name=recipe.name)
+        value = _mapping(value) if short == "fields" else value
         expanded.append(f"{key}={value}")
         if given := [other for other in words if other.startswith(f"{key}=")]:
             text = f"must be given once, as {short} or as {key}, got {word} and {' '.join(given)}; leave one out"
             errors.append(ConfigError(key, text))
     return expanded, errors
+
+
+def _mapping(text: str) -> str:
+    """Return OURS:COLUMN,... as a value of Hydra; one in braces is left as it is."""
+    if text.startswith("{"):
+        return text
+    pairs = (part.partition(":") for part in text.split(","))
+    return f"{{{','.join(f'{ours}{colon}{override_value(column)}' for ours, colon, column in pairs)}}}"
 
 
 def _is_placed(word: str, keys: Mapping[str, object]) -> bool:

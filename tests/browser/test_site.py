@@ -10,7 +10,7 @@ from playwright.sync_api import Browser
 from docs.site.pages import DOCS, REPOSITORY
 
 pytestmark = pytest.mark.browser
-PAGES = ("index", "gallery/README", "scale/slurm", "start/from-trl", "reference/commands", "tutorials/thumbs")
+PAGES = ("index", "gallery/README", "scale/slurm", "start/from-trl", "reference/commands", "start/your-data")
 
 
 @pytest.fixture(scope="module")

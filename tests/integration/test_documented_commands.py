@@ -27,6 +27,10 @@ CONFIGS = {
     "Llama-3.1-70B-Instruct": (8192, 28672, 80, 64),
     "Llama-3.1-405B": (16384, 53248, 126, 128),
 }
+TRL = """\
+trl kto --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/kto-mix-14k --learning_rate 5e-7 \\
+  --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_train_epochs 1 --output_dir aligned
+"""
 PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if runnable(page)]
 TRANSCRIPTS = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if runnable(page, "console")]
 
@@ -72,7 +76,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..
     shutil.copytree(tiny_checkpoint("llama"), folder / "MODEL")
     shutil.copytree(tiny_checkpoint("llama", seed=1), folder / "OTHER")
     write_rows(folder / "rows.jsonl", make_rows(300))
-    shutil.copyfile(REPOSITORY / "examples/quickstart/thumbs.csv", folder / "thumbs.csv")
+    (folder / "examples/quickstart").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "examples/quickstart/thumbs.csv", folder / "examples/quickstart")
+    (folder / "trl.sh").write_text(TRL, encoding="utf-8")
     for name, sizes in CONFIGS.items():
         write_config(folder / name, sizes)
     pairs = make_pairs(300)
@@ -125,10 +131,11 @@ def test_commands_of_the_readme(files: Path, tmp_path: Path) -> None:
     count = 0
     for number, block in enumerate(runnable(REPOSITORY / "README.md")):
         folder = shutil.copytree(files, tmp_path / str(number))
-        complete = [line for line in block.code.replace("\\\n", " ").splitlines() if not re.search(r"\bFILE\b", line)]
+        code = re.sub(r"^MODEL=.*", "MODEL=MODEL", block.code.replace("\\\n", " "), flags=re.MULTILINE)
+        complete = [line for line in code.splitlines() if not re.search(r"\bFILE\b", line)]
         shell("\n".join(complete), folder)
         count += len(complete)
-    assert count == 10
+    assert count == 11
 
 
 def test_logged_metrics_are_documented(files: Path) -> None:

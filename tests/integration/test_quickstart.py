@@ -149,7 +149,7 @@ def test_metrics_of_implied_rewards(scripts: dict[str, Any]) -> None:
 def test_samples_are_long_enough_to_read(scripts: dict[str, Any]) -> None:
     plan = {"train": 320, "steps": 20, "ranks": 1, "precision": "32"}
     overrides = scripts["run"].overrides_of("kto", plan, model="m", train="t", held_out="h", folder=Path("run"))
-    assert {"exp_manager.samples.count=2", "exp_manager.samples.max_new_tokens=64"} <= {*overrides}
+    assert {"exp_manager.samples.count=2", "exp_manager.samples.max_new_tokens=32"} <= {*overrides}
 
 
 def test_flops_equal_those_of_the_model(scripts: dict[str, Any]) -> None:

@@ -115,6 +115,7 @@ DPO = Recipe(
     loss_inputs=INPUTS,
     optional_inputs=OPTIONAL_INPUTS,
     loss_section=DPOLossConfig,
+    example="examples/quickstart/pairs.csv",
     unit="pairs",
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
     metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),

@@ -51,6 +51,7 @@ KTO = Recipe(
     loss_inputs=INPUTS,
     optional_inputs=OPTIONAL_INPUTS,
     loss_section=KTOLossConfig,
+    example="examples/quickstart/thumbs.csv fields=prompt:question,response:answer,label:thumb",
     metrics=SHARED_METRICS,
     val_metrics=("auc",),
     anchors={"z0": "kl", "delta": "delta"},

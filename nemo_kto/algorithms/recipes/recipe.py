@@ -109,6 +109,7 @@ class Recipe:
     loss_inputs: frozenset[str]  # names of the keyword arguments that every loss function must take
     optional_inputs: frozenset[str]  # names of those that are passed to the loss functions that take them
     loss_section: type[LossConfig]
+    example: str  # data file in the repository, with the words that it needs on a command line
     unit: str = "rows"  # plural noun for the rows of the data
     # Algorithm-specific keys of model.data with their default values, for losses that need rewards.
     data_defaults: Mapping[str, float] = field(default_factory=dict)

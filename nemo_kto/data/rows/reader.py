@@ -364,7 +364,7 @@ def _naming_remedy(row: Row, *, as_pair: bool) -> str:
         labels = _columns_like(row, _LABEL_LIKE) or _columns_with(row, _PARTS_OF_LABEL)
         labels.sort(key=lambda column: COMMON_LABELS.find(label_text(row[column])) is None)
         names += [f"label:{column}" for column in labels[:1]]
-    return f"; name the columns with 'model.data.fields={{{','.join(names)}}}'" if names else ""
+    return f"; name the columns with 'fields={','.join(names)}' (model.data.fields)" if names else ""
 
 
 def _columns_like(row: Row, names: frozenset[str]) -> list[str]:

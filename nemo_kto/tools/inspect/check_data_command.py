@@ -36,10 +36,13 @@ text the model's chat template leaves out are found.
 """
 
 
-def _as_option(word: str) -> str:
-    """Return the option for a setting as a message suggests it, such as model.data.fields={label:rating}."""
-    setting = re.fullmatch(r"model\.data\.(fields|labels|json_columns|drop)=(.*)", word, re.DOTALL)
-    return word if setting is None else f"--{setting[1].replace('_', '-')}={setting[2]}"
+def _as_options(word: str) -> list[str]:
+    """Return the options for a setting of a training, such as fields=label:rating or model.data.drop=[lost_text]."""
+    if setting := re.fullmatch(r"(?:model\.data\.apply_chat_template|template)=(true|false)", word, re.IGNORECASE):
+        return ["--apply-chat-template"] if setting[1].lower() == "true" else []
+    whole = f"model.data.{word}" if word.startswith("fields=") else word
+    setting = re.fullmatch(r"model\.data\.(fields|labels|json_columns|drop|seq_length)=(.*)", whole, re.DOTALL)
+    return [word] if setting is None else [f"--{setting[1].replace('_', '-')}={setting[2]}"]
 
 
 class _DataCheck(CheckedCommand):
@@ -47,7 +50,7 @@ class _DataCheck(CheckedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse options, and settings as options."""
-        return super().parse_args(ctx, [*map(_as_option, args)])
+        return super().parse_args(ctx, [option for word in args for option in _as_options(word)])
 
 
 _ALGORITHM = algorithm_choice()

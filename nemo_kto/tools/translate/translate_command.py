@@ -63,7 +63,7 @@ def refuse_options(job: Job, others: Sequence[str], words: Sequence[str]) -> NoR
     ``words`` are the positions and overrides in our form; they take precedence.
     """
     options = dict(option[2:].split("=", 1) for option in others)
-    ours = names(config_type(job.recipe)).keys() | SHORT
+    ours = names(config_type(job.recipe)).keys() | SHORT.keys() - {"template"}  # an option of ms-swift
     given, _ = read_positions([*words, *(f"{key}={options.pop(key)}" for key in list(options) if key in ours)], job.recipe)
     known = {name: {*entry["names"], *entry["signs"]} for name, entry in table()["trainers"].items()}
     trainer = max(known, key=lambda name: len(known[name] & options.keys()))

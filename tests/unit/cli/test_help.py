@@ -8,10 +8,14 @@ import sys
 
 import pytest
 
+from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli import main as cli
 from nemo_kto.cli.command import tool
+from nemo_kto.config import compose
+from nemo_kto.config.checker import read_positions
 from nemo_kto.errors import UserError
 from tests.helpers.commands import CLI, run_here
+from tests.helpers.documented import REPOSITORY
 from tests.helpers.messages import Message, raises
 from tests.helpers.outputs import assert_output
 
@@ -38,7 +42,8 @@ def test_the_list_of_commands(words: tuple[str, ...], capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "error"),
     {
-        "comand": Message("nemo-kto:", "command", "got comand", "nemo-kto --help"),
+        "comand": Message("nemo-kto:", "command", "nemo-kto --help", "got comand"),
+        "train": Message("nemo-kto:", "got train, did you mean kto or dpo?"),
         "cmopare": Message("nemo-kto:", "got cmopare", "did you mean compare?"),
         "checkpiont ls x": Message("nemo-kto:", "got checkpiont", "did you mean checkpoint?"),
         "data chekc": Message("nemo-kto:", "preview, check or tokenise", "did you mean check?", "nemo-kto data --help"),
@@ -56,7 +61,8 @@ def test_the_list_of_commands(words: tuple[str, ...], capsys: pytest.CaptureFixt
         "sample --out x": Message("nemo-kto sample:", "PROMPTS", "given", "none"),
         "data check --out x": Message("nemo-kto data check:", "no option --out", "nemo-kto data check --help"),
         "checkpoint ls": Message("nemo-kto checkpoint ls:", "RUN", "given", "none", "nemo-kto checkpoint ls --help"),
-        "checkpoint ls a b": Message("nemo-kto checkpoint ls:", "b", "nemo-kto checkpoint ls --help"),
+        "checkpoint ls a b": Message("RUN must be the last argument, got b after it", "nemo-kto checkpoint ls --help"),
+        "kto": Message("nemo-kto kto: MODEL and DATA", "none", "thumbs.csv", "nemo-kto chat results/gpt_kto --against"),
         "kto --config-name": Message("nemo-kto kto:", "--config-name", "argument", "--help"),
     }.items(),
     ids=str,
@@ -110,3 +116,22 @@ def test_completions() -> None:
     assert completed("nemo-kto", "plan", "d") == ["dpo"]
     assert completed("nemo-kto", "compare", "--re") == ["--reward-model"]
     assert completed("nemo-kto", "data", "chekc", "") == ["preview", "check", "tokenise"]
+    source = {**os.environ, "_NEMO_KTO_COMPLETE": "bash_source"}
+    printed = subprocess.run(
+        [sys.executable, "-m", "nemo_kto"], env=source, capture_output=True, text=True, check=True
+    ).stdout
+    assert "complete -o default -o nosort" in printed, "bash completes names of files"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_example_of_a_command_without_arguments(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert run_here(name) == 2
+    check, train, chat = (line.split()[1:] for line in capsys.readouterr().err.splitlines()[1:])
+    assert run_here(*check) == 0
+    overrides, errors = read_positions(train[1:], RECIPES[name])
+    config = compose.load(overrides, source=compose.our_source(RECIPES[name]))
+    assert (errors, config.model.data.apply_chat_template) == ([], True)
+    assert chat == ["chat", f"results/{RECIPES[name].config_name}", "--against"]

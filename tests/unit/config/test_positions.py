@@ -104,5 +104,11 @@ def test_short_words_for_keys() -> None:
         loop = [f"trainer.{name}.max_epochs=2", f"trainer.{name}.max_steps=5"]
         keys = ["model.optim.lr=1e-6,2e-6", f"model.{name}.ref_policy_kl_penalty=0.3", *loop, "model.global_batch_size=8"]
         assert (overrides[:5], errors) == (keys, [])
+    data, _ = read_positions(["M", "D", "template=true", "fields=prompt:my question,label:thumb", "fields={label:a}"], KTO)
+    assert data[:3] == [
+        "model.data.apply_chat_template=true",
+        "model.data.fields={prompt:'my question',label:thumb}",
+        "model.data.fields={label:a}",
+    ]
     _, (error,) = read_positions(["lr=1e-6", "model.optim.lr=2e-6"], RECIPES["kto"])
     assert str(error) == Message("model.optim.lr", "once", "lr=1e-6", "model.optim.lr=2e-6", "leave one out")

@@ -113,7 +113,7 @@ def test_unknown_columns_are_suggested_in_one_setting(row: dict, setting: str, t
     write_rows(path := tmp_path / "rows.jsonl", [row])
     records, _, broken = read_file(path, Fields())
     assert records == []
-    with raises(DataError, f"'model.data.fields={{{setting}}}'", json.dumps(path.name).strip('"')):
+    with raises(DataError, f"'fields={setting}'", json.dumps(path.name).strip('"')):
         broken.raise_if_any()
     fields = dict(pair.split(":") for pair in setting.split(","))
     reader = FileReader(fields=Fields(columns=fields), broken=(broken := RowErrors()))

@@ -37,7 +37,7 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
     row = {"question": QUESTION, "chosen": PARIS, "rejected": LYON}
     records, _, wrong = read(tmp_path, *[row] * 3, pairs=pairs)
     assert records == []
-    assert wrong == Message("3", "1", "question", "prompt", "model.data.fields={prompt:question}", "2", "line 3")
+    assert wrong == Message("3", "1", "question", "prompt", "fields=prompt:question", "2", "line 3")
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
         ),
         (
             {"messages": [USER], "chosen": PARIS, "rejected": LYON},
-            Message("messages", "prompt", "model.data.fields={prompt:messages}"),
+            Message("messages", "prompt", "fields=prompt:messages"),
         ),
         (
             {"prompt": "", "question": QUESTION, "chosen": "a", "rejected": "b"},
-            Message("question", "prompt", "model.data.fields={prompt:question}"),
+            Message("question", "prompt", "fields=prompt:question"),
         ),
         (
             {"question": QUESTION, "answer": PARIS, "label": True},
@@ -81,12 +81,12 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
                 "answer",
                 "label",
                 "question",
-                "model.data.fields={prompt:question,response:answer}",
+                "fields=prompt:question,response:answer",
             ),
         ),
         (
             {"question": QUESTION, "chosen": assistant(PARIS), "rejected": assistant(LYON)},
-            Message("chosen", "model.data.fields={prompt:question}"),
+            Message("chosen", "fields=prompt:question"),
         ),
         (
             {"prompt": QUESTION, "system": "Be brief.", "response": PARIS, "label": True},
@@ -230,7 +230,7 @@ def test_plain_strings_cannot_have_tools(tmp_path: Path) -> None:
 def test_the_mapping_that_an_error_prints_reads_the_row(tmp_path: Path, row: dict, pairs: bool) -> None:
     """None is printed that changes nothing, and no error leads back to itself."""
     _, _, wrong = read(tmp_path, row, pairs=pairs)
-    if (found := re.search(r"'model\.data\.fields=\{(.*)\}'", wrong)) is None:
+    if (found := re.search(r"'fields=(.*)'", wrong)) is None:
         assert "chosen" in wrong, "a labelled answer is no pair, and a pair without one side has no remedy but this side"
         return
     fields = dict(each.split(":") for each in found[1].split(","))

@@ -112,6 +112,9 @@ def test_invalid_command_lines() -> None:
     assert refused("rows.jsonl", "--seq-length", "8") == [Message("--seq-length", "--model", "tokenizer", "FOLDER")]
     assert refused("rows.jsonl", "--fields", "prompt=question") == [Message("--fields", "OURS:COLUMN", "prompt=question")]
     assert refused("rows.jsonl", "--fields", "promt:question") == [Message("promt", "prompt?")]
+    assert refused("rows.jsonl", "fields=promt:question") == [Message("promt", "prompt?")], "as in training"
+    assert refused("rows.jsonl", "template=true") == [Message("--apply-chat-template", "--model")]
+    assert refused("rows.jsonl", "template=false", "model.data.seq_length=1") == [Message("--seq-length", "2", "1")]
     assert refused("rows.jsonl", "--seq-length=1") == [Message("--seq-length", "integer", "2", "1")]
     assert refused("rows.jsonl", "--workers=0") == [Message("--workers", "integer", "1", "0")]
 

@@ -108,7 +108,7 @@ def test_broken_rows_are_named_with_the_given_path(model: str) -> None:
     write_rows(Path("rows.jsonl"), [{"question": "Q?", "chosen": "it is a", "rejected": "it is b"}])
     assert refused("rows.jsonl", "--model", model) == [
         "1 broken row:",
-        Message("rows.jsonl:1", "question", "prompt", "model.data.fields={prompt:question}"),
+        Message("rows.jsonl:1", "question", "prompt", "fields=prompt:question"),
     ]
 
 
