@@ -40,7 +40,7 @@ def command(*words: str, folder: Path) -> str:
 
 def terminal(name: str, lines: Iterable[str]) -> None:
     """Write docs/figures/NAME.svg: lines on a terminal; those after "$ " or "> " were typed."""
-    texts = []
+    texts: list[str] = []
     for line in lines:
         colour = TYPED if line.startswith(("$ ", "> ")) else FAINT if line.endswith(":") or line == "..." else INK
         for row in textwrap.wrap(line, COLUMNS, subsequent_indent="  "):

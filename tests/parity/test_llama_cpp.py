@@ -87,7 +87,15 @@ def test_llama_cpp_draws_the_tokens_of_transformers(llama_cpp: Path, smollm2: Pa
     make_checkpoint(model, "llama", vocab_size=len(tokenizer), num_hidden_layers=2, **ids)
     tokenizer.save_pretrained(model)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(16))
-    words = [*CLI, "kto", model, rows, "model.peft.peft_scheme=lora", "trainer.kto.max_steps=2", "trainer.precision=32"]
+    words: list[str | Path] = [
+        *CLI,
+        "kto",
+        model,
+        rows,
+        "model.peft.peft_scheme=lora",
+        "trainer.kto.max_steps=2",
+        "trainer.precision=32",
+    ]
     words += ["hardware=cpu", "model.global_batch_size=8", "model.optim.lr=0.02", "model.data.splits_string=null"]
     words += ["trainer.kto.limit_val_batches=0", "export.report=false", f"exp_manager.explicit_log_dir={run}"]
     subprocess.run(words, env=environment(), cwd=tmp_path, check=True)

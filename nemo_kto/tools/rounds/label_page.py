@@ -47,11 +47,11 @@ class PageServer(ThreadingHTTPServer):
         self._next_step = next_step
         try:
             self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            super().__init__(address[:2], _Handler)
+            super().__init__((str(address[0]), int(address[1])), _Handler)
         except (OSError, UnicodeError, OverflowError) as error:
             text = f"--host and --port must be a free address of this machine, got {host} and {port}: {describe(error)}"
             raise UserError(f"{text}; name others, or leave them out") from error
-        found = ip_address(self.server_address[0])
+        found = ip_address(str(self.server_address[0]))
         self.is_local = found.is_loopback
         shown = socket.gethostname() if found.is_unspecified else f"[{found}]" if found.version == 6 else str(found)
         self.address = f"http://{shown}:{self.server_address[1]}/?token={self._token}"
