@@ -100,7 +100,7 @@ def change(folder: Path, name: str, tensor: str | None = None) -> None:
 
 
 def test_changed_files_are_detected(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
-    """The hashes of weights, tokenizers and rows are those of tests/unit: content_hashes and fingerprint."""
+    """The hashes of weights, tokenizers and rows are those of tests/unit: test_model_folders.py and test_fingerprint.py."""
     rows = make_rows(96)
     rows[3].update(preference={"chosen": "rejected"}.get(rows[3]["preference"], "chosen"))
     of_rows = first._replace(rows=write_rows(tmp_path / "rows.jsonl", rows)).refusal()
