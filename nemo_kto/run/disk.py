@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -130,8 +131,11 @@ def check_shared_folder(folder: Path, *, patience: float = _PATIENCE) -> None:
 def _must_see(token: Path, patience: float) -> None:
     end = time.monotonic() + patience
     while not token.exists():
+        for folder in reversed(token.parents):
+            with contextlib.suppress(OSError):  # NFS caches a folder for up to a minute, unless it is opened
+                os.close(os.open(folder, os.O_RDONLY))
         if time.monotonic() > end:
-            host, folder = os.uname().nodename, token.parent
+            host = os.uname().nodename
             text = f"the run folder must be on a file system that all machines share, but {host} does not see that of rank 0"
-            raise UserError(f"{text}, {folder}; set exp_manager.explicit_log_dir to a shared folder")
+            raise UserError(f"{text}, {token.parent}; set exp_manager.explicit_log_dir to a shared folder")
         time.sleep(0.2)

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.run.disk import check_room, check_shared_folder, checkpoint_bytes, disk_need
+from nemo_kto.run.disk import _must_see, check_room, check_shared_folder, checkpoint_bytes, disk_need
 from tests.helpers.job_cache import CHECKPOINTS
 from tests.helpers.messages import Message, raises
 from tests.helpers.rank_pool import RankPool
@@ -72,6 +72,17 @@ def test_the_room_is_that_of_the_disk_with_the_checkpoints(
     monkeypatch.setattr("nemo_kto.run.disk.shutil.disk_usage", lambda folder: asked.append(folder) or usage(folder))
     disk_need(run, 6, resumed_step=None)
     assert asked == [other]
+
+
+def test_cached_folders_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new folder on NFS: the machine has found before that it does not exist."""
+    (token := tmp_path / "run" / "token").parent.mkdir()
+    opened = list[Path]()
+    token.touch()
+    real, exists = os.open, Path.exists
+    monkeypatch.setattr("nemo_kto.run.disk.os.open", lambda path, flags: opened.append(path) or real(path, flags))
+    monkeypatch.setattr(Path, "exists", lambda path: tmp_path in opened and exists(path))
+    _must_see(token, patience=20.0)
 
 
 def on_two_machines(folders: list[Path], local_size: str = "1") -> str:
