@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,6 +263,7 @@ class SampleCallback(Callback):
     initial: Sequence[Sample] = ()  # answers from before the first step that are not recorded yet
     starts_as_policy: bool = True  # the initial answers are those of the policy before the first step
     only_at_ends: bool = False
+    recorded: Collection[int] = ()  # steps whose answers an earlier start of the run has recorded
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if self.initial:
@@ -278,7 +279,7 @@ class SampleCallback(Callback):
             self.record(samples, event.step)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if not self.only_at_ends or not trainer.step:
+        if not self.only_at_ends or not trainer.step or trainer.step in self.recorded:
             return
         with trainer.timers.phase("samples"):
             samples = self.answer(trainer.step)

@@ -118,9 +118,10 @@ def best_of(checkpoints: Sequence[Checkpoint], *, monitor: str, mode: str) -> Ch
 
 def has_enough_rows(checkpoint: Checkpoint, monitor: str) -> bool:
     """Return whether a metric comes from a validation with enough rows, or from one whose number of rows is not recorded."""
-    rows = {name: value for name, value in checkpoint.info["metrics"].items() if name.endswith("_rows")}
-    own = [value for name, value in rows.items() if monitor.startswith(name.removesuffix("rows")) and value is not None]
-    return min(own, default=MIN_VALIDATION_ROWS) >= MIN_VALIDATION_ROWS
+    metrics = checkpoint.info["metrics"]
+    of_sets = [name for name in metrics if name.endswith("_rows") and monitor.startswith(name.removesuffix("rows"))]
+    rows = metrics.get(max(of_sets, key=len, default=""))  # one name of a set may begin with another: a, a_b
+    return rows is None or rows >= MIN_VALIDATION_ROWS
 
 
 def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:

@@ -72,7 +72,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start, placement: Pla
 
     engine = build_engine(cfg, policy, placement.limits)
     sampler = build_sampler(
-        run, engine, tokenizer=data.tokenizer, samples=samples, run_timer=run_timer, is_resumed=resumed_step is not None
+        run, engine, tokenizer=data.tokenizer, samples=samples, run_timer=run_timer, resumed_step=resumed_step
     )
     reference = build_reference(
         run,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import time
 import uuid
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from nemo_kto.algorithms.duration import interval_steps
@@ -19,6 +21,7 @@ from nemo_kto.huggingface.hf_weights import export_bytes
 from nemo_kto.huggingface.rank_weights import wanted_adapters, wanted_weights
 from nemo_kto.model_files.checkpoint_files import find_checkpoints, size_text
 from nemo_kto.run.prepare import Start
+from nemo_kto.utils.files import REMOVING, WRITING
 
 _KEPT = "exp_manager.checkpoint_callback_params.save_top_k"
 _FP32 = 4
@@ -27,12 +30,12 @@ _PATIENCE = 30.0  # seconds until a new file must be visible on all machines; ne
 
 @dataclass(frozen=True, kw_only=True)
 class DiskNeed:
-    """Bytes that a run will surely write to the file system of its folder, and the free bytes of it."""
+    """Bytes that a run will surely write to the file system of its checkpoints, and the free bytes of it."""
 
     checkpoint: int
     copies: int  # checkpoints that will be there at once, in addition to those that exist
     export: int  # 0 if it is written to another file system
-    free: int
+    free: int  # with those of incomplete checkpoints of a killed run, which are removed before the first save
 
     @property
     def total(self) -> int:
@@ -54,13 +57,13 @@ def disk_need(run: ResolvedRun, batches: int, *, resumed_step: int | None) -> Di
     copies = saves
     if kept >= 0:  # the last one besides the best, and a new one until an older one is removed
         copies = max(min(saves, 1), min(saves, kept + 2 - existing))
-    place, out = _nearest(run.folder), _nearest(Path(cfg.export.path))
+    place, out = _nearest(run.checkpoints), _nearest(Path(cfg.export.path))
     exports = cfg.export.enabled and out.stat().st_dev == place.stat().st_dev
     return DiskNeed(
         checkpoint=checkpoint_bytes(run),
         copies=copies,
         export=export_bytes(run.architecture, run.dtype, run.files.original) if exports else 0,
-        free=shutil.disk_usage(place).free,
+        free=shutil.disk_usage(place).free + _bytes_of_leftovers(run.checkpoints),
     )
 
 
@@ -97,6 +100,11 @@ def check_room(need: DiskNeed, run: ResolvedRun) -> None:
     raise UserError(f"{text}; free some space, {', '.join(ways)}")
 
 
+def _bytes_of_leftovers(folder: Path) -> int:
+    leftovers = chain.from_iterable(folder.glob(f"{start}*/**/*") for start in (WRITING, REMOVING))
+    return sum(path.stat().st_size for path in leftovers if path.is_file())
+
+
 def _nearest(path: Path) -> Path:
     """Return the first existing folder of a path and its parents."""
     path = Path(os.path.realpath(path))
@@ -106,9 +114,10 @@ def _nearest(path: Path) -> Path:
 def check_shared_folder(folder: Path, *, patience: float = _PATIENCE) -> None:
     """Raise UserError on all ranks if a machine does not see a file that rank 0 writes into the run folder; collective.
 
-    Each rank writes its part of a checkpoint into the folder, so that all machines must share it. Nothing is done on one.
+    Each rank writes its part of a checkpoint into the folder, so that all machines must share it. Nothing is done if
+    LOCAL_WORLD_SIZE shows that one machine has all ranks; srun does not set it.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", state.world_size())) >= state.world_size():
+    if int(os.environ.get("LOCAL_WORLD_SIZE") or 1) >= state.world_size():
         return
     token = folder / f".shared-{state.from_rank_zero(lambda: uuid.uuid4().hex, doing='checking the run folder')}"
     state.on_rank_zero(token.touch, "the run folder cannot be written: {}")
@@ -122,8 +131,11 @@ def check_shared_folder(folder: Path, *, patience: float = _PATIENCE) -> None:
 def _must_see(token: Path, patience: float) -> None:
     end = time.monotonic() + patience
     while not token.exists():
+        for folder in reversed(token.parents):
+            with contextlib.suppress(OSError):  # NFS caches a folder for up to a minute, unless it is opened
+                os.close(os.open(folder, os.O_RDONLY))
         if time.monotonic() > end:
-            host, folder = os.uname().nodename, token.parent
+            host = os.uname().nodename
             text = f"the run folder must be on a file system that all machines share, but {host} does not see that of rank 0"
-            raise UserError(f"{text}, {folder}; set exp_manager.explicit_log_dir to a shared folder")
+            raise UserError(f"{text}, {token.parent}; set exp_manager.explicit_log_dir to a shared folder")
         time.sleep(0.2)

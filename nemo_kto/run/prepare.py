@@ -96,7 +96,7 @@ def check_machines(run: ResolvedRun) -> Machines:
     """Return the machines of the ranks; all ranks raise UserError if one cannot run the configuration. Collective."""
     state.raise_together(state.attempt(partial(check_gpu, run)), "{}")
     world_size = state.world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or max(1, world_size // run.cfg.trainer.num_nodes))
     machines = replace(these_machines(run, ranks=world_size, local=local, timed=False), repeats_keys=repeats_keys(run))
     state.raise_together(state.attempt(partial(check_memory, run, machines)), "{}")
     return machines

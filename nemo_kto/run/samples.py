@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -153,13 +153,13 @@ class Sampler:
     must_stop: Callable[[], bool]  # equal on all ranks
     starts_as: Model  # the model that answers before training
     is_policy: bool  # this model has the weights with which the policy starts
-    has_initial: bool  # a resumed run: its folder has the answers from before training
+    recorded: Collection[int] = ()  # a resumed run: steps whose answers are in its folder; 0 is before training
     only_at_ends: bool = False  # before the first and after the last step, not at validations
     initial: list[Sample] = field(default_factory=list)  # those of :meth:`before_training`
 
     def before_training(self) -> None:
         """Generate the answers from before the first step, unless the run folder has them. Collective."""
-        if not self.has_initial:
+        if 0 not in self.recorded:
             self.initial = self.answers(0, self.starts_as)
 
     def answers(self, step: int, model: Model = "policy") -> list[Sample]:
@@ -191,6 +191,7 @@ class Sampler:
             initial=self.initial,
             starts_as_policy=self.is_policy,
             only_at_ends=self.only_at_ends,
+            recorded=self.recorded,
         )
 
 
@@ -201,14 +202,15 @@ def build_sampler(
     tokenizer: PreTrainedTokenizerBase,
     samples: SamplePrompts | None,
     run_timer: RunTimer,
-    is_resumed: bool,
+    resumed_step: int | None,
 ) -> Sampler | None:
     """Build the sampler of a run; None without samples. Collective."""
     if samples is None:
         return None
 
-    def has_initial() -> bool:
-        return is_resumed and any(sample.step == 0 for sample in read_samples(run.folder / SAMPLES_FILE))
+    def recorded() -> set[int]:
+        steps = {sample.step for sample in read_samples(run.folder / SAMPLES_FILE)}
+        return set() if resumed_step is None else {step for step in steps if step <= resumed_step}
 
     return Sampler(
         engine=engine,
@@ -219,7 +221,7 @@ def build_sampler(
         only_at_ends=run.cfg.exp_manager.samples.only_at_ends,
         starts_as="policy" if run.reference.name == "none" else "reference",
         is_policy=run.reference_model is None,
-        has_initial=state.from_rank_zero(has_initial, doing="reading the samples"),
+        recorded=state.from_rank_zero(recorded, doing="reading the samples"),
     )
 
 

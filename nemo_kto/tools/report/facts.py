@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,7 +185,7 @@ def next_steps(run: RunRecord) -> dict[str, str]:
     folder, model = shlex.quote(str(run.folder)), shlex.quote(str(out))
     if not out.is_dir():
         return {"export": f"nemo-kto export {folder} {model}"} if run.checkpoints else {}
-    loader = f'from transformers import {auto_class(out)}; model = {auto_class(out)}.from_pretrained("{out}")'
+    loader = f"from transformers import {auto_class(out)}; model = {auto_class(out)}.from_pretrained({json.dumps(str(out))})"
     return {
         "talk with it": f"nemo-kto chat {folder} --against",
         "transformers": loader,

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.run.disk import check_room, check_shared_folder, checkpoint_bytes, disk_need
+from nemo_kto.run.disk import _must_see, check_room, check_shared_folder, checkpoint_bytes, disk_need
 from tests.helpers.job_cache import CHECKPOINTS
 from tests.helpers.messages import Message, raises
 from tests.helpers.rank_pool import RankPool
@@ -51,9 +51,43 @@ def test_the_room_for_all_checkpoints(
         check_room(disk_need(run, 6, resumed_step=resumed), run)
 
 
-def on_two_machines(folders: list[Path]) -> str:
+def test_incomplete_checkpoints_of_a_killed_run_count_as_free(tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    run = resolved(tiny_llama, kto_rows, tmp_path / "run", 1, [*CHECKPOINTS])
+    free = disk_need(run, 6, resumed_step=None).free
+    part = run.checkpoints / ".writing-step_000003" / "state" / "part"
+    part.parent.mkdir(parents=True)
+    with part.open("wb") as file:
+        file.truncate(2**42)  # sparse
+    assert disk_need(run, 6, resumed_step=None).free > free + 2**41
+
+
+def test_the_room_is_that_of_the_disk_with_the_checkpoints(
+    tiny_llama: Path, kto_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = resolved(tiny_llama, kto_rows, tmp_path / "run", 1, [*CHECKPOINTS]), list[Path]()
+    (other := tmp_path / "other").mkdir()
+    run.folder.mkdir()
+    run.checkpoints.symlink_to(other)
+    usage = shutil.disk_usage
+    monkeypatch.setattr("nemo_kto.run.disk.shutil.disk_usage", lambda folder: asked.append(folder) or usage(folder))
+    disk_need(run, 6, resumed_step=None)
+    assert asked == [other]
+
+
+def test_cached_folders_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new folder on NFS: the machine has found before that it does not exist."""
+    (token := tmp_path / "run" / "token").parent.mkdir()
+    opened = list[Path]()
+    token.touch()
+    real, exists = os.open, Path.exists
+    monkeypatch.setattr("nemo_kto.run.disk.os.open", lambda path, flags: opened.append(path) or real(path, flags))
+    monkeypatch.setattr(Path, "exists", lambda path: tmp_path in opened and exists(path))
+    _must_see(token, patience=20.0)
+
+
+def on_two_machines(folders: list[Path], local_size: str = "1") -> str:
     state.init_distributed(layout=state.Layout(), seed=0)
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.environ["LOCAL_WORLD_SIZE"] = local_size
     try:
         check_shared_folder(folders[state.rank()], patience=0.5)
     except UserError as error:
@@ -69,4 +103,5 @@ def test_a_run_folder_that_a_machine_does_not_see(ranks: RankPool, tmp_path: Pat
     assert ranks.run(2, on_two_machines, [own[0], own[0]]) == ["", ""]
     names = ("share", os.uname().nodename, f"{own[1]}", "exp_manager.explicit_log_dir")
     assert ranks.run(2, on_two_machines, own) == [Message(*names)] * 2
+    assert ranks.run(2, on_two_machines, own, "") == [Message(*names)] * 2, "not known, as under srun"
     assert [*own[0].iterdir()] == [], "nothing is left"

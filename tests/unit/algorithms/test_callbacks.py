@@ -96,6 +96,29 @@ def test_samples_are_taken_at_each_validation(starts_as_policy: bool, steps: lis
     assert [step for step, _ in run.notes.series("timing/samples")] == steps
 
 
+@pytest.mark.parametrize(("recorded", "steps"), [((), [4]), ((0, 2), [4]), ((0, 4), [])])
+def test_samples_at_the_ends_are_taken_once(recorded: tuple[int, ...], steps: list[int]) -> None:
+    taken: list[int] = []
+    callback = SampleCallback(
+        answer=lambda step: [sample(step)],
+        record=lambda samples, step: taken.append(step),
+        only_at_ends=True,
+        recorded=recorded,
+    )
+    Run(max_steps=4, val_check_interval=2, val_rows=4, val_before_training=True, callbacks=[callback]).fit()
+    assert taken == steps
+
+
+def test_the_last_checkpoint_is_complete_if_the_last_samples_fail() -> None:
+    def fail(step: int) -> list[Sample]:
+        raise RuntimeError("no memory")
+
+    run = Run(max_steps=2, callbacks=[SampleCallback(answer=fail, record=lambda samples, step: None, only_at_ends=True)])
+    with pytest.raises(RuntimeError, match="no memory"):
+        run.fit()
+    assert (run.notes.saved_steps, run.notes.unfinished) == ([2], 0)
+
+
 def test_hooks_are_called_in_order() -> None:
     diary = Diary()
     run = Run(max_steps=3, save_interval=2, val_check_interval=2, val_rows=4, callbacks=[diary]).fit()

@@ -86,7 +86,7 @@ def test_answers_are_shown_with_special_tokens_but_the_last(monkeypatch: pytest.
     ids = tokenizer([f"{TURN_START}Why?{EOS} Ok{TURN_END}", f" Cut{EOS}"], add_special_tokens=False)["input_ids"]
     monkeypatch.setattr("nemo_kto.run.samples.generate", lambda *_, **__: ids)
     prompts = SamplePrompts([found.prompts[0]] * 2, found.decoding)
-    given: Any = {"engine": None, "collate": {}, "must_stop": None, "is_policy": True, "has_initial": False}
+    given: Any = {"engine": None, "collate": {}, "must_stop": None, "is_policy": True}
     sampler = Sampler(tokenizer=tokenizer, samples=prompts, starts_as="policy", **given)
     answers = sampler.answers(3)
     assert [(each.answer, each.ended) for each in answers] == [(f"{TURN_START}Why?{EOS} Ok", True), (f" Cut{EOS}", False)]

@@ -203,13 +203,13 @@ def test_the_headline_has_an_auc_with_its_interval(rows: int, auc: str, tmp_path
 
 
 def test_commands_to_use_the_model(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "a run", healthy(), export__path=str(tmp_path / "out")))
+    run = read_run(write_run(tmp_path / "a run", healthy(), export__path=str(tmp_path / 'o"ut')))
     assert next_steps(run) == {}
-    (tmp_path / "out").mkdir()
+    (tmp_path / 'o"ut').mkdir()
     folder = f"'{tmp_path}/a run'"
     steps = next_steps(run)
     assert steps["talk with it"] == f"nemo-kto chat {folder} --against"
-    assert steps["vLLM"] == f"vllm serve {tmp_path}/out"
+    assert steps["vLLM"] == f"vllm serve '{tmp_path}/o\"ut'"
     assert steps["publish"] == f"nemo-kto export {folder} --push hf:USER/NAME"
     compile(steps["transformers"], "loader", "exec")
     page = html_of(run)
