@@ -189,7 +189,11 @@ def build_callbacks(
     max_steps: int,
 ) -> list[Callback]:
     """Build the callbacks: samples and rewards of validations, then training; the user's come last."""
-    callbacks: list[Callback] = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
+    callbacks: list[Callback] = []
+    if sampler is not None:
+        # prompts of the data, which may be private, leave the machine only if the user asked for samples
+        record = partial(run_logger.log_samples, to_services=not sampler.only_at_ends)
+        callbacks.append(sampler.callback(record=record))
     if state.is_rank_zero():
         callbacks.append(RewardCallback(record=run_logger.log_rewards, extremes=partial(extreme_rows, run, start.data)))
     if reference.precompute is not None:

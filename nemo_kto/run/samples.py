@@ -33,6 +33,7 @@ from nemo_kto.telemetry.evaluations import SAMPLES_FILE, ExtremeRow, Model, Samp
 from nemo_kto.telemetry.watch import RunTimer
 
 _COUNT_AT_ENDS, _MAX_TOKENS_AT_ENDS = 2, 32  # of the samples that every run has
+_MAX_ROWS_AT_ENDS = 1000  # in which their prompts are searched
 _EXTREMES = 3  # rows at each end of a validation set
 _PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
 
@@ -95,7 +96,8 @@ def _of_examples(cfg: RunConfig, examples: Any) -> list[list[int]]:
     settings, room = cfg.exp_manager.samples, _room(cfg)
     count = _COUNT_AT_ENDS if settings.only_at_ends else settings.count or 0
     found = dict[tuple[int, ...], None]()
-    for place in range(len(examples) if count else 0):
+    rows = min(len(examples), _MAX_ROWS_AT_ENDS) if settings.only_at_ends else len(examples)
+    for place in range(rows if count else 0):
         ids = tuple(map(int, examples[place].prompt_ids))
         if len(ids) <= room:
             found[ids] = None

@@ -215,13 +215,17 @@ class RunLogger:
             self._pass_on(name, lambda sink: sink.finalize(status))
         self._sinks = {}
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Record answers of the model after optimizer step ``step``; 0 is before the first step."""
+    def log_samples(self, samples: Sequence[Sample], step: int, *, to_services: bool = True) -> None:
+        """Record answers of the model after optimizer step ``step``; 0 is before the first step.
+
+        ``to_services``: also in Weights & Biases and MLflow, which may be on other machines.
+        """
         self._pass_on(SAMPLES_FILE, lambda file: file.add_lines(map(asdict, samples)))
         self._pass_on("tensorboard", lambda board: board.log_samples(samples, step))
         self._pass_on("trackio", lambda board: board.log_samples(samples, step))
-        self._pass_on("wandb", lambda wandb_logger: log_to_wandb(wandb_logger, samples, step))
-        self._pass_on("mlflow", lambda mlflow_logger: log_to_mlflow(mlflow_logger, samples, step))
+        if to_services:
+            self._pass_on("wandb", lambda wandb_logger: log_to_wandb(wandb_logger, samples, step))
+            self._pass_on("mlflow", lambda mlflow_logger: log_to_mlflow(mlflow_logger, samples, step))
 
     def log_rewards(self, histograms: Sequence[RewardHistogram], step: int, extremes: Sequence[ExtremeRow] = ()) -> None:
         """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""

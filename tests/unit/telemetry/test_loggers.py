@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,18 @@ def test_wandb_offline_does_not_record_the_command_line(tmp_path: Path, monkeypa
     logger = quiet(tmp_path, wandb={"project": "tests", "name": "one", "offline": True}, samples=True)
     logger.log_hyperparams({"lr": 9e-6})
     logger.log_metrics({"train/loss": 0.5}, 1)
-    logger.log_samples(
-        [Sample(step=1, model="policy", index=0, prompt="p", messages=None, answer="*a*", tokens=2, ended=True)], 1
-    )
+    sample = Sample(step=1, model="policy", index=0, prompt="p", messages=None, answer="*a*", tokens=2, ended=True)
+    logger.log_samples([sample], 1)
+    logger.log_samples([replace(sample, answer="private")], 1, to_services=False)
     logger.finalize("success")
     __import__("wandb").finish()  # as at the end of the process
     identity = (tmp_path / "wandb_run_id").read_text().strip()
     (file,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
     while b"train/loss" not in file.read_bytes():  # wandb's own process may write it later
         time.sleep(0.05)
-    assert any("*a*" in table.read_text() for table in file.parent.rglob("*.table.json"))
+    tables = "".join(table.read_text() for table in file.parent.rglob("*.table.json"))
+    assert "*a*" in tables
+    assert "private" not in tables
     written = b"".join(each.read_bytes() for each in tmp_path.rglob("*") if each.is_file())
     assert b"pass1word" not in written
 
