@@ -28,7 +28,7 @@ def redacted(text: str) -> str:
     """Redact passwords in URLs, Hugging Face tokens, and values of environment variables whose names mark secrets."""
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
-    secrets = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    secrets = {value.strip() for name, value in os.environ.items() if is_secret(name)}
     for secret in sorted(secrets, key=len, reverse=True):
         text = without_secret(text, secret)
     return text
@@ -59,12 +59,17 @@ def _forms(char: str) -> list[str]:
     return [rf"\\*+{re.escape(text.lstrip(chr(92))).replace(chr(92) * 2, _BACKSLASHES)}" for text in texts]
 
 
+def is_secret(name: str) -> bool:
+    """Return whether the value of a key or variable with this name is a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def redacted_value(value: object) -> object:
     """Redact the strings in nested mappings and lists; values under a secret's name are replaced as a whole."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, Mapping):
-        secret = {key for key, inner in value.items() if isinstance(inner, str) and _SECRET_NAME.search(str(key))}
+        secret = {key for key, inner in value.items() if isinstance(inner, str) and is_secret(str(key))}
         return {key: HIDDEN if key in secret else redacted_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redacted_value(inner) for inner in value]

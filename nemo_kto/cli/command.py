@@ -47,7 +47,8 @@ class CheckedCommand(click.Command):
         if not ctx.resilient_parsing and HELP not in order:
             if further:
                 arguments = [_name(each) for each in self.get_params(ctx) if isinstance(each, click.Argument)]
-                raise click.UsageError(f"{arguments[-1]} must be the last argument, got {' '.join(further)} after it", ctx)
+                last = f"{arguments[-1]} must be the last argument" if arguments else "there must be no argument"
+                raise click.UsageError(f"{last}, got {' '.join(further)}{' after it' if arguments else ''}", ctx)
             required = [parameter for parameter in self.get_params(ctx) if parameter.required]
             missing = [_name(each) for each in required if each.value_is_missing(each.consume_value(ctx, given)[0])]
             if missing:

@@ -97,8 +97,8 @@ def _expand_short(words: Sequence[str], recipe: Recipe) -> tuple[list[str], list
 
 
 def _mapping(text: str) -> str:
-    """Return OURS:COLUMN,... as a value of Hydra; one in braces is left as it is."""
-    if text.startswith("{"):
+    """Return OURS:COLUMN,... as a value of Hydra; other texts, such as one in braces, are left as they are."""
+    if text.startswith("{") or not re.fullmatch(r"[^:,]+:[^,]+(,[^:,]+:[^,]+)*", text):
         return text
     pairs = (part.partition(":") for part in text.split(","))
     return f"{{{','.join(f'{ours}{colon}{override_value(column)}' for ours, colon, column in pairs)}}}"

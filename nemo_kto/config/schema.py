@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
@@ -39,8 +41,11 @@ def _is_part(part: float) -> bool:
 
 def _can_notify(target: str | None) -> bool:
     try:
-        return target is None or target.startswith("https://") or shutil.which(shlex.split(target)[0]) is not None
-    except (ValueError, IndexError):  # an open quote, or no word
+        if target is None or not target.startswith("https://"):
+            return target is None or shutil.which(shlex.split(target)[0]) is not None
+        url = urlsplit(target)
+        return re.fullmatch(r"[!-~]+", target) is not None and bool(url.hostname) and url.port != 0
+    except (ValueError, IndexError):  # an open quote, no word, or a port that is no number
         return False
 
 

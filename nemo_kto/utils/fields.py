@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, Validat
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from nemo_kto.errors import ConfigError, either, plural, show
+from nemo_kto.redaction import HIDDEN, is_secret
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, read_bytes, read_lines
 
 Value = TypeVar("Value")
@@ -231,11 +232,15 @@ def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: objec
     violated = [detail for detail in details if detail["type"] in ("check", *_OUT_OF_RANGE)]
     for detail in violated:
         own = detail.get("ctx", {}) if detail["type"] == "check" else {"text": _constraint(field, detail)}
-        yield f"must {own['text']}, got {echo(detail['input'])}{field.remedy(key, own.get('remedy', ''))}"
+        yield f"must {own['text']}, got {_shown(key, detail['input'])}{field.remedy(key, own.get('remedy', ''))}"
     if not violated:
         typed = any(word.startswith(("a ", "an ", "true")) for word in field.alternatives)
         remedy = "" if typed else field.remedy(key)
         yield f"must be {either(field.alternatives)}, got {echo(value, quoted=typed)}{remedy}"
+
+
+def _shown(key: str, value: object) -> str:
+    return HIDDEN if isinstance(value, str) and is_secret(key.rpartition(".")[2]) else echo(value)
 
 
 def _constraint(field: Field, detail: ErrorDetails) -> str:

@@ -26,9 +26,11 @@ It is **still** *water*, ![x](http://127.0.0.2/x.png) as `is_lake(<b>)` finds, 2
   - *cold*
 > calm
 
+```is_deep()``` on a line
 ```python
 def is_lake(place):
     return place.water and not place.flows, "a line of code that is wider than a telephone, which scrolls by itself"
+```not the end
 ```
 | a | b |
 |---|---|
@@ -81,12 +83,14 @@ def opened(chromium: Browser, address: str, *, width: int, scheme: str) -> Itera
 def assert_rendered(page: Page) -> None:
     """Markdown has its form, and no markup of an answer becomes an element."""
     for selector, text in {
-        "strong": "still", "em >> nth=0": "water", "code": "is_lake(<b>)", ".heading": "A lake", ".quote": "calm",
+        "strong": "still", "em >> nth=0": "water",
+        "code >> nth=0": "is_lake(<b>)", "code >> nth=1": "is_deep()", ".heading": "A lake", ".quote": "calm",
         ".item >> nth=0": "2. deep", ".item >> nth=1": "\N{BULLET} cold",
     }.items():  # fmt: skip
         expect(page.locator(f".answer {selector}")).to_have_text(text, use_inner_text=True)
     blocks = page.locator(".answer .code").all_text_contents()
     assert [block.split("\n")[0] for block in blocks] == ["def is_lake(place):", "| a | b |"]
+    assert blocks[0].endswith("```not the end")
     for shown in ("![x](http://127.0.0.2/x.png)", "2 * 3 * 4", '<img src="http://127.0.0.2/x.png">'):
         expect(page.locator(".answer .text")).to_contain_text(shown)
     assert page.locator("main img, main a, main b, main script, main table").count() == 0

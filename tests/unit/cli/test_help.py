@@ -61,6 +61,7 @@ def test_the_list_of_commands(words: tuple[str, ...], capsys: pytest.CaptureFixt
         "sample --out x": Message("nemo-kto sample:", "PROMPTS", "given", "none"),
         "data check --out x": Message("nemo-kto data check:", "no option --out", "nemo-kto data check --help"),
         "checkpoint ls": Message("nemo-kto checkpoint ls:", "RUN", "given", "none", "nemo-kto checkpoint ls --help"),
+        "ui a b": Message("there must be no argument, got a b", "nemo-kto ui --help"),
         "checkpoint ls a b": Message("RUN must be the last argument, got b after it", "nemo-kto checkpoint ls --help"),
         "kto": Message("nemo-kto kto: MODEL and DATA", "none", "thumbs.csv", "nemo-kto chat results/gpt_kto --against"),
         "kto --config-name": Message("nemo-kto kto:", "--config-name", "argument", "--help"),

@@ -110,5 +110,7 @@ def test_short_words_for_keys() -> None:
         "model.data.fields={prompt:'my question',label:thumb}",
         "model.data.fields={label:a}",
     ]
+    data, _ = read_positions(["M", "D", "fields=prompt:", "fields=null"], KTO)
+    assert data[:2] == ["model.data.fields=prompt:", "model.data.fields=null"]
     _, (error,) = read_positions(["lr=1e-6", "model.optim.lr=2e-6"], RECIPES["kto"])
     assert str(error) == Message("model.optim.lr", "once", "lr=1e-6", "model.optim.lr=2e-6", "leave one out")
