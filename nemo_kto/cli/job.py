@@ -180,6 +180,8 @@ class Job:
         """
         from nemo_kto.processes import launcher
 
+        # other users see arguments, and a URL of Slack is a secret
+        overrides = [word for word in overrides if not word.startswith("exp_manager.notify=")]
         models = [f"{key}='{name}'" for key in MODEL_KEYS if is_hub_name(name := str(value_of(run.cfg, key)))]
         program = ["-u", "-P", "-m", "nemo_kto.cli.main", self.recipe.name, *self.source.flags()]
         launcher.spawn_ranks(

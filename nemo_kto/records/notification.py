@@ -36,10 +36,12 @@ def notifying(target: str | None, folder: Path) -> Iterator[None]:
     sender = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=sys.__stderr__, text=True, start_new_session=True)
     assert sender.stdin is not None
     try:
-        sender.stdin.write(json.dumps([target, str(folder.absolute()), time.time()]) + "\n")  # other users see arguments
-        sender.stdin.flush()
+        with contextlib.suppress(OSError):  # a sender that died must not end the run
+            sender.stdin.write(json.dumps([target, str(folder.absolute()), time.time()]) + "\n")  # other users see arguments
+            sender.stdin.flush()
         yield
-        sender.stdin.write(_ENDED)
+        with contextlib.suppress(OSError):
+            sender.stdin.write(_ENDED)
     finally:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             sender.stdin.close()

@@ -13,7 +13,7 @@ import pytest
 from nemo_kto.cli import main as cli
 from tests.helpers.messages import assert_names
 
-_SUGGESTED = re.compile(r"'(model\.[^']+=[^']*)'")
+_SUGGESTED = re.compile(r"'((?:model\.[^']+|fields)=[^']*)'")
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:

@@ -11,7 +11,6 @@ import click
 
 from nemo_kto.cli.command import command, integer_from, number
 from nemo_kto.errors import UserError, plural
-from nemo_kto.records.run_record import is_run
 from nemo_kto.telemetry.display import progress_bar
 from nemo_kto.tools.inference.row_output import PERSON, open_rows
 from nemo_kto.tools.rounds.answers import read_answers
@@ -102,6 +101,8 @@ def main(
 
 def _next_step(model: str, rows: str, *, pairs: bool) -> str:
     """Return the command that trains on the rows; a server's name of a model is none of files."""
+    from nemo_kto.records.run_record import is_run  # its configuration needs Hydra
+
     folder = Path(model).expanduser()
     model = str(folder / "hf") if is_run(folder) else model if folder.is_dir() or model.startswith("hf:") else "MODEL"
     return f"nemo-kto {'dpo' if pairs else 'kto'} {shlex.join([model, rows])}"

@@ -19,7 +19,7 @@ from nemo_kto.tools.ui.workbench_page import build_page
 
 Message = MutableMapping[str, Any]
 Application = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
-_COOKIE = "nemo_kto_ui"
+_COOKIE = "nemo_kto_ui_"  # and the port: a browser has the same cookies for all ports of a machine
 _POLICY = "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
 _HEADERS = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 _REFUSED = b"open the address that nemo-kto ui has printed\n"
@@ -43,7 +43,7 @@ class Gate:
             return
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         if scope["type"] == "http" and scope["path"] == "/" and self._knows(given):
-            cookie = f"{_COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{_cookie_name(scope)}={self._token}; HttpOnly; SameSite=Strict; Path=/"
             await _reply(send, 303, {"Location": "/", "Set-Cookie": cookie})
         elif not self._knows(_cookie(scope)):
             await (_reply(send, 403, {}, _REFUSED) if scope["type"] == "http" else send({"type": "websocket.close"}))
@@ -61,10 +61,14 @@ class Gate:
         return hmac.compare_digest(token.encode(), self._token.encode())
 
 
+def _cookie_name(scope: Message) -> str:
+    return f"{_COOKIE}{scope['server'][1]}"
+
+
 def _cookie(scope: Message) -> str:
     text = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"cookie"), "")
     try:
-        found = SimpleCookie(text).get(_COOKIE)
+        found = SimpleCookie(text).get(_cookie_name(scope))
     except CookieError:
         return ""
     return "" if found is None else found.value

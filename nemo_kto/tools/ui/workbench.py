@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
-from nemo_kto.config.checker import override_value
+from nemo_kto.config.checker import SHORT, override_value
 from nemo_kto.data.rows.row_files import read_rows
 from nemo_kto.errors import UserError
 from nemo_kto.records.plots import summary_picture
@@ -52,7 +52,7 @@ class Choices:
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs and theirs != ours}
         settings = [f"model.data.fields={override_value(renamed)}"] if renamed else []
         model, data = self.model.strip(), self.data.strip()
-        of_data = [word for word in more if word.startswith("model.data.")]
+        of_data = [word for word in more if SHORT.get(word.partition("=")[0], word).startswith("model.data.")]
         if command == "data preview":
             return [*command.split(), data, "--model", model, "--algorithm", self.algorithm, *settings, *of_data]
         folder = f"exp_manager.explicit_log_dir={override_value(self.folder.strip())}"

@@ -36,6 +36,7 @@ def run(ranks: RankPool, kto_rows: Path, tmp_path_factory: pytest.TempPathFactor
     (base / "README.md").write_text(BASE_CARD)
     (base / "LICENSE.txt").write_text(LICENSE)
     overrides = ["model.peft.peft_scheme=lora", "trainer.kto.max_steps=2", "trainer.kto.val_check_interval=1"]
+    overrides += ["trainer.kto.limit_val_batches=2"]  # 32 rows: of fewer than 20 no card reports a validation
     folders = [f"export.path={root / 'run' / 'hf'}", f"export.adapter_path={root / 'run' / 'adapter'}"]
     overrides += ["export.enabled=true", *folders]
     ranks.run(1, train, base, kto_rows, root / "run", 1, overrides)

@@ -205,7 +205,8 @@ DRAWS = ("exp_manager.samples.count=1", "exp_manager.samples.temperature=0.7")
         ("nemotron_h", (), {}, BARE, Message("trainer.deterministic", "false", "GPU", "true", "nemotron_h")),
         ("nemotron_h", (), {}, CPU, None),
         ("llama", DRAWS, {}, HOPPER, Message("exp_manager.samples.temperature", "0.0", "trainer.deterministic", "0.7")),
-        ("llama", DRAWS[1:], {}, HOPPER, None),  # no samples are taken
+        ("llama", DRAWS[1:], {}, HOPPER, Message("exp_manager.samples.temperature", "0.0", "trainer.deterministic", "0.7")),
+        ("llama", ("exp_manager.samples.count=0", *DRAWS[1:]), {}, HOPPER, None),  # no samples are taken
         ("llama", DRAWS, {}, CPU, None),
         ("llama", (), {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, HOPPER, None),
         (

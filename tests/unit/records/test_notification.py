@@ -51,6 +51,19 @@ def ended(folder: Path, target: str, code: str, **variables: str) -> subprocess.
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
+def test_a_sender_that_has_died_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def died(words: list[str], **options: Any) -> subprocess.Popen[str]:
+        process = popen(["true"], **options)
+        process.wait()
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", died)
+    with notification.notifying("cat", tmp_path):
+        begun = True
+    assert begun
+
+
 @pytest.mark.parametrize("code", ENDS)
 def test_a_command_gets_json_however_the_run_ends(tmp_path: Path, code: str) -> None:
     state, reason, status = ENDS[code]

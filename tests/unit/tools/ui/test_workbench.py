@@ -41,9 +41,9 @@ FOLDER = "exp_manager.explicit_log_dir='results/a b'"
             ["plan", "dpo", "m", "d.csv", "model.data.fields={prompt:'my question'}", FOLDER],
         ),
         (
-            chosen(more="lr=1 model.data.seq_length=64"),
+            chosen(more="lr=1 model.data.seq_length=64 template=true"),
             "data preview",
-            ["data", "preview", "d.csv", "--model", "m", "--algorithm", "kto", "model.data.seq_length=64"],
+            ["data", "preview", "d.csv", "--model", "m", "--algorithm", "kto", "model.data.seq_length=64", "template=true"],
         ),
     ],
 )
@@ -154,18 +154,19 @@ def test_only_the_holder_of_the_address_passes_the_gate() -> None:
             sent.append(message)
 
         headers = [(b"cookie", cookie.encode())] if cookie else []
-        scope = {"type": kind, "path": path, "query_string": query.encode(), "headers": headers}
+        scope = {"type": kind, "path": path, "query_string": query.encode(), "headers": headers, "server": ("127.0.0.1", 7)}
         asyncio.run(Gate(inner=inner, token="right")(scope, None, send))  # type: ignore[arg-type]  # nosec B106
         named = {name.decode(): value.decode() for name, value in sent[0].get("headers", [])}
         return sent[0].get("status", sent[0]["type"]), named
 
     assert ask("/")[0] == ask("/", "token=wrong")[0] == ask("/gradio_api/queue/join", "token=right")[0] == 403
-    assert ask("/", cookie="nemo_kto_ui=wrong")[0] == ask("/", cookie="nemo_kto_ui=\xe4")[0] == 403
+    assert ask("/", cookie="nemo_kto_ui_7=wrong")[0] == ask("/", cookie="nemo_kto_ui_7=\xe4")[0] == 403
+    assert ask("/", cookie="nemo_kto_ui_8=right")[0] == 403
     assert ask("/x", kind="websocket")[0] == "websocket.close"
     status, headers = ask("/", "token=right")
-    cookie = SimpleCookie(headers["set-cookie"])["nemo_kto_ui"]
+    cookie = SimpleCookie(headers["set-cookie"])["nemo_kto_ui_7"]
     assert (status, headers["location"], cookie["samesite"], cookie["httponly"]) == (303, "/", "Strict", True)
-    status, headers = ask("/config", cookie=f"a=b; nemo_kto_ui={cookie.value}")
+    status, headers = ask("/config", cookie=f"nemo_kto_ui_8=of-another-page; nemo_kto_ui_7={cookie.value}")
     assert status == 200
     assert headers["content-security-policy"].startswith("default-src 'self'")
 
