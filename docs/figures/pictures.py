@@ -75,14 +75,18 @@ def train(model: Path, folder: Path) -> Path:
     run = folder / "results" / "gpt_kto"
     if not (run / "report.html").exists():
         shutil.copy(EXAMPLE, folder)
-        output = command("kto", str(model), EXAMPLE.name, *WORDS.split(), folder=folder)
-        (folder / "log").write_text(output, encoding="utf-8")
+        words = [sys.executable, "-m", "nemo_kto", "kto", str(model), EXAMPLE.name, *WORDS.split()]
+        with (folder / "log").open("w", encoding="utf-8") as log:
+            subprocess.run(words, cwd=folder, check=True, stdout=log, stderr=subprocess.STDOUT)
     return run
 
 
-def draw_training(log: list[str], folder: Path) -> None:
+def draw_training(log: list[str], folder: Path, model: Path) -> None:
     """The output of the training, without its times, which other programs on the machine would change."""
-    lines = [re.sub(r"  [\d.]+ s/step.*| in \d+ \w+$", "", line).replace(f"{folder}/", "") for line in log]
+    lines = [
+        re.sub(r"  [\d.]+ s/step.*| in \d+ \w+(?=,|$)", "", line).replace(f"{folder}/", "").replace(f"{model.parent}/", "")
+        for line in log
+    ]
     steps = [line for line in lines if line.startswith("step ")]
     first, last = lines.index(steps[0]), lines.index(steps[-1])
     shown = ("  model ", "  train ", "  labels ", "  steps ", "  reference ")
@@ -122,7 +126,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, model = arguments.folder.resolve(), arguments.model.resolve()
     run = train(model, folder)
-    draw_training((folder / "log").read_text(encoding="utf-8").splitlines(), folder)
+    draw_training((folder / "log").read_text(encoding="utf-8").splitlines(), folder, model)
     screenshot("report", (run / "report.html").as_uri(), below="Advice", height=860)
     words = [word for prompt in PROMPTS for word in ("-p", prompt)]
     printed = command("chat", str(run), "--against", "--temperature", "0", "--json", *words, folder=folder)

@@ -144,7 +144,7 @@ def make_plan(
         steps: optimizer steps; None: choose them.
     """
     workload = WORKLOADS[algorithm]
-    held_out = HELD_OUT if steps is None else min(HELD_OUT, max(4, 4 * steps))
+    held_out = HELD_OUT if steps is None else min(HELD_OUT, max(32, 4 * steps))
     seconds_per_pass = pass_work() / flops + other_seconds
     scoring = 2 * held_out * workload.responses * seconds_per_pass  # by the original and the aligned model
     responses = workload.batch * workload.responses
