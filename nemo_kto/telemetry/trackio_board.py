@@ -65,7 +65,10 @@ class TrackioBoard(logging.Handler):
         text = redacted(record.getMessage())
         if record.name.startswith("nemo_kto") and text not in self._seen:
             self._seen.add(text)
-            self._alert(text[:_MAX_TITLE], text, "WARN" if record.levelno < logging.ERROR else "ERROR")
+            try:
+                self._alert(text[:_MAX_TITLE], text, "WARN" if record.levelno < logging.ERROR else "ERROR")
+            except Exception:  # a warning must not end the run; the next metrics report what is wrong
+                logging.root.removeHandler(self)
 
     def finalize(self, status: str) -> None:
         logging.root.removeHandler(self)

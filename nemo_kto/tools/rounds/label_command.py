@@ -103,7 +103,7 @@ def _next_step(model: str, rows: str, *, pairs: bool) -> str:
     """Return the command that trains on the rows; a server's name of a model is none of files."""
     from nemo_kto.records.run_record import is_run  # its configuration needs Hydra
 
-    folder = Path(model).expanduser()
+    folder = Path(model)
     model = str(folder / "hf") if is_run(folder) else model if folder.is_dir() or model.startswith("hf:") else "MODEL"
     return f"nemo-kto {'dpo' if pairs else 'kto'} {shlex.join([model, rows])}"
 

@@ -82,7 +82,8 @@ def test_cached_folders_are_read_again(tmp_path: Path, monkeypatch: pytest.Monke
     real, exists = os.open, Path.exists
     monkeypatch.setattr("nemo_kto.run.disk.os.open", lambda path, flags: opened.append(path) or real(path, flags))
     monkeypatch.setattr(Path, "exists", lambda path: tmp_path in opened and exists(path))
-    _must_see(token, patience=20.0)
+    _must_see(token, patience=20.0)  # UserError if it does not
+    assert opened[-1] == token.parent
 
 
 def on_two_machines(folders: list[Path], local_size: str = "1") -> str:

@@ -17,6 +17,7 @@ import torch
 
 from nemo_kto.telemetry.evaluations import RewardHistogram, Sample
 from nemo_kto.telemetry.loggers import RunLogger
+from nemo_kto.telemetry.trackio_board import TrackioBoard
 
 pytest.importorskip("trackio", reason="needs the extra live")
 SETTINGS = {"project": "tests", "name": "one"}
@@ -97,3 +98,19 @@ def test_a_folder_for_several_runs(folder: Path, tmp_path: Path, monkeypatch: py
     opened(folder).finalize("success")
     assert (tmp_path / "all" / "tests.db").exists()
     assert not (folder / "trackio").exists()
+
+
+def test_an_alert_that_fails_does_not_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, alerts = opened(folder), list[str]()
+
+    def fail(board: TrackioBoard, title: str, *_: object) -> None:
+        alerts.append(title)
+        raise OSError("full disk")
+
+    monkeypatch.setattr(TrackioBoard, "_alert", fail)
+    for text in ("slow rank", "loss spike"):
+        logging.getLogger("nemo_kto.test").warning(text)
+    assert alerts == ["slow rank"], "no further ones are tried"
+    logger.log_metrics({"train/loss": 0.5}, 1)
+    logger.finalize("success")
+    assert '"train/loss": 0.5' in (folder / "metrics.jsonl").read_text()
