@@ -21,7 +21,7 @@ from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
 from nemo_kto.utils.text import html_text, value_text
 
-_USE = ("results/chat.md", "results/export.md")  # pages about the commands for a finished model
+_USE = ("results/chat.md", "results/serve.md")  # pages about the commands for a finished model
 _MAX_ANSWERS = 50  # prompts that are shown
 
 

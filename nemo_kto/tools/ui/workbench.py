@@ -26,7 +26,7 @@ _MAX_FOUND = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What is chosen on the page; ``columns`` are names in the file, by our names, empty for equal ones."""
+    """The choices made on the page; ``columns`` maps our names to those in the file, empty for equal ones."""
 
     algorithm: str
     model: str
