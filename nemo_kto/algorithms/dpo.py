@@ -64,8 +64,8 @@ class DPOTrainer:
     prefetch: bool = False  # a thread collates the next batch while the device computes; the batches are the same
 
     def __post_init__(self) -> None:
-        self._checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
-        self.callbacks = [*self.callbacks, self._checkpoints, LoggerCallback(logger=self.logger)]
+        checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
+        self.callbacks = [*self.callbacks, checkpoints, LoggerCallback(logger=self.logger)]
         sampler = self.train_dataloader.batch_sampler
         if isinstance(self.cfg, TrainerConfig):
             self._cfg = self.cfg
@@ -160,8 +160,9 @@ class DPOTrainer:
         except BaseException as error:
             self._call_callbacks("on_exception", error)
             raise
-        self._checkpoints.on_fit_end(self)  # complete even if another callback, such as that of the samples, fails
-        self._call_callbacks("on_fit_end")
+        # The checkpoint first: it must be complete even if another callback, such as that of the samples, fails.
+        for callback in sorted(self.callbacks, key=lambda each: not isinstance(each, CheckpointCallback)):
+            callback.on_fit_end(self)
 
     def _remaining_batches(self) -> Iterator[tuple[float, Any]]:
         """Yield (time at which loading began, augmented batch) for each remaining step, over all epochs."""
