@@ -12,6 +12,7 @@ import argparse
 import gc
 import importlib.util
 import logging
+import signal
 import sys
 import warnings
 import zlib
@@ -64,6 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
     on_gpu = [REPOSITORY / "tests" / folder for folder in ("gpu", "emulated_cuda")]
     if not all(any(path.resolve().is_relative_to(folder) for folder in on_gpu) for path in named):
         device.force_cpu()
+    # In the background or under nohup a shell ignores these, and so would every program that a test starts and ends.
+    for ending, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+        if signal.getsignal(ending) == signal.SIG_IGN:
+            signal.signal(ending, handler)
     gc.disable()
 
 
