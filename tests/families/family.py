@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,  # large, so that every part of the model shows in the logits
 }
+SEQUENCE = 24  # tokens of the sequences of the parity tests
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # the defaults are past the vocabulary
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 SHORT = {"original_max_position_embeddings": 9}  # shorter than the sequences

@@ -41,6 +41,7 @@ class GlmMoeFields(ModelFields):
     qk_rope_head_dim: Count = ABSENT
     v_head_dim: Count = ABSENT
     rope_interleave: Switch = ABSENT
+    index_topk: Count = ABSENT
 
 
 GLM4 = Family(

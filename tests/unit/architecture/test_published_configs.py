@@ -31,7 +31,6 @@ MODELOPT, LATENT = ("NVIDIA ModelOpt", "unquantized"), ("moe_latent_size", "null
 # Pattern of names -> parts of the reason.
 REFUSED = {
     "*--DeepSeek-V4-*": ("'DeepseekV4ForCausalLM'", "not supported", "indexer", "hyper-connections", "choose"),
-    "*--GLM-5*": ("'GlmMoeDsaForCausalLM'", "not supported", "indexer", "choose"),
     "*--Gemma-4-*": ("'Gemma4ForConditionalGeneration'", "not supported", "heads differ", "choose"),
     "*--Kimi-K3": ("'KimiK3ForConditionalGeneration'", "not supported", "linear attention", "projection", "choose"),
     "*--MiniMax-M3": ("'MiniMaxM3ForCausalLM'", "not supported", "blocks of keys", "choose"),
@@ -41,6 +40,7 @@ REFUSED = {
     "*--NVIDIA-Nemotron-3-Super-*": LATENT,
     "*--NVIDIA-Nemotron-3-Ultra-*": LATENT,
     "*--Qwen3-32B-FP8-Static-PerTensor": ("quant_algo FP8", *MODELOPT),
+    "*--GLM-5.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
     "*--Kimi-K2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
     "*--MiniMax-M2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
 }
