@@ -35,6 +35,13 @@ VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+# of Qwen2-VL and models like it
+GRID_VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+}  # fmt: skip
+INTERNVL_VISION: dict[str, Any] = {
+    **VISION, "image_size": [28, 28], "patch_size": [14, 14], "layer_scale_init_value": 0.1,
+}  # fmt: skip
 TP2: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 BY_TOKENS = {"prompts": None, "tokens": 90}
 PACKED = {**BY_TOKENS, "packed": True}

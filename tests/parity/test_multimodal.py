@@ -35,11 +35,32 @@ from tests.helpers.messages import assert_names, raises
 
 TP2 = Layout(tensor=2, sequence_parallel=True)
 LAYOUTS = {
-    "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "older/gemma3-vision")),
-    "pp2": (Layout(pipeline=2), ("gemma3-vision", "mistral3-ministral", "qwen3-vl", "older/mistral3", "flat/qwen2.5-vl")),
+    "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "older/gemma3-vision", "internvl3.5", "glm4v")),
+    "pp2": (
+        Layout(pipeline=2),
+        (
+            "gemma3-vision",
+            "mistral3-ministral",
+            "qwen3-vl",
+            "older/mistral3",
+            "flat/qwen2.5-vl",
+            "qwen2-vl",
+            "older/internvl3",
+        ),
+    ),
     "ep2": (
         Layout(expert=2),
-        ("llama4-vision", "qwen3.5-moe", "older/qwen3-vl-moe", "joined/qwen3.5-moe", "mistral3-latents", "kimi-k2.5"),
+        (
+            "llama4-vision",
+            "qwen3.5-moe",
+            "older/qwen3-vl-moe",
+            "joined/qwen3.5-moe",
+            "mistral3-latents",
+            "kimi-k2.5",
+            "glm4v-moe",
+            "internvl3.5-moe",
+            "internvl3.5-gpt-oss",
+        ),
     ),
 }
 UNTRAINED = ("vision", "multi_modal", "mm_projector", "visual")  # of the names that transformers writes, after "model."
@@ -91,7 +112,9 @@ def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     config.update({"image_token_id": IMAGE, "image_token_index": IMAGE})
     towers = ("vision_tower", "vision_model", "visual")
     tower = next(module for name, module in model.named_modules() if name.endswith(towers))
-    if config.model_type.startswith(("qwen", "kimi")):  # 16 patches, of Qwen with two frames, give four tokens
+    if config.model_type.startswith(
+        ("qwen", "kimi", "glm")
+    ):  # 16 patches, of Qwen and GLM with two frames, give four tokens
         size = config.vision_config.patch_size
         of_patch = (3, size, size) if config.model_type == "kimi_k25" else (6 * size**2,)
         patches = torch.randn(32, *of_patch, generator=draw)
