@@ -266,6 +266,7 @@ def test_rows_with_tokens_of_images_are_refused(folders: Any) -> None:
 ADAPTED = {
     "mistral3": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "llama4-vision": LoRASettings(rank=2, alpha=4, target_modules=("attention",), layers=(2,)),
+    "glm4v": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
 }
 
 
@@ -287,7 +288,7 @@ def test_adapters_fit_the_whole_model_in_peft(ranks: Any, folders: Any, tmp_path
             model = PeftModel.from_pretrained(base, str(tmp_path / "out" / name / "again")).eval()
             expected = model(hf_models.tokens()).logits.numpy()
         adapted = {key.split(".lora_")[0] for key in model.state_dict() if ".lora_" in key}
-        assert len(adapted) == {"mistral3": 14, "llama4-vision": 4}[name]
+        assert len(adapted) == {"mistral3": 14, "llama4-vision": 4, "glm4v": 10}[name]
         assert not any("vision" in key for key in adapted)
         atol = 1e-5 * np.abs(expected).max()
         hf_models.assert_adapted_logits([result[name] for result in results], expected, plain, rtol=0, atol=atol)
