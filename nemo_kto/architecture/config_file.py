@@ -58,6 +58,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     config = read_json(path, remedy=_DOWNLOAD)
     try:
         family, text_config = _family(config)
+        _check_model_type(config, family)  # before the fields, as another model may have others
         fields, read = _checked_fields(text_config, family)
         _refuse_unsupported(config, read, family)
         if (other := other_format_of(folder)) is not None:
@@ -167,11 +168,14 @@ def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
     return f"the architecture must be one of the families in {PAGE}, got {got}; choose another model"
 
 
-def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> None:
-    """Raise a ValueError for features that are not supported, of a whole configuration or the fields of its text model."""
+def _check_model_type(config: Mapping[str, Any], family: Family) -> None:
     aliases = () if family.text_type else family.aliases
     if (kind := config.get("model_type")) not in (family.name, *aliases):
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {kind!r}; {_REMEDY}")
+
+
+def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> None:
+    """Raise a ValueError for features that are not supported, of a whole configuration or the fields of its text model."""
     quantization = read_quantization(config)
     if quantization is not None and quantization.method == "mxfp4" and not family.mxfp4:
         message = f"quantization_config must not be mxfp4 for {family.name}, got quant_method 'mxfp4'"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_fields import ModelFields
-from nemo_kto.architecture.rope import rope_settings, settings_of_type
+from nemo_kto.architecture.rope import longest_sequence, rope_settings, settings_of_type
 from nemo_kto.layers.layer_settings import Experts, Temperature
 from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
 from nemo_kto.mixers.mixer import Windows
@@ -178,6 +179,9 @@ class Family:
     partial_rotary: bool = False  # ``partial_rotary_factor`` may limit the rotation to the first channels of each head
     local_rope: bool = False  # sliding-window layers have a separate RoPE
     own_head_dim: bool = False  # the default head size is not the hidden size divided by the number of heads
+    # Field with the number of keys that an indexer chooses for each token. Sequences of at most that many tokens attend to
+    # all keys; longer ones are refused, so that no result depends on the indexer, whose weights are copied.
+    chosen_keys: str = ""
     mxfp4: bool = False  # files may have the matrices of experts in MXFP4, which are dequantized when they are read
     dense_width: str = "intermediate_size"  # field with the MLP width of layers without experts
     # ``model_type`` of the text model in the configuration of a model with image input, of which only this is trained.
@@ -234,7 +238,7 @@ class Family:
         The settings of its RoPE are named rope_parameters.NAME. All other fields may hold anything.
         """
         sources = (*self.flags.values(), *self.numbers.values())
-        names = {*_COMMON, *self.deciding(config), self.activation[0], self.norm_epsilon, *self.own}
+        names = {*_COMMON, *self.deciding(config), self.activation[0], self.norm_epsilon, self.chosen_keys, *self.own}
         names |= {source for source in sources if isinstance(source, str)}
         given = [config[name] for name in self.layer_kinds if name in names and config.get(name) is not None]
         kinds, (size, layer_type) = given[0] if given else None, self.window
@@ -304,6 +308,13 @@ class Family:
             theta = config.get("rope_local_base_freq", config.get("rope_theta"))
             return {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
         return config
+
+    def longest_sequence(self, config: Mapping[str, Any]) -> tuple[str, int | None]:
+        """Return the field that limits the sequence length, and its value in tokens; None if it is not set."""
+        limit = longest_sequence(self.rope(config, "full_attention"))
+        if not self.chosen_keys or (limit[1] or math.inf) < config[self.chosen_keys]:
+            return limit
+        return self.chosen_keys, config[self.chosen_keys]
 
 
 def prefixes_of(names: Collection[str], options: Mapping[str, tuple[str, ...]]) -> dict[str, str]:

@@ -57,6 +57,7 @@ LLAVA: Mapping[str, Any] = {
     "module_prefix": "model.language_model.",
     "untrained": {"vision tower": r"(model\.)?vision_(tower|model)\.", "projector": r"(model\.)?multi_modal_projector\."},
 }
+INTERNVL: Mapping[str, Any] = {"name": "internvl", "hf_architecture": "InternVLForConditionalGeneration", **LLAVA}
 QWEN_VL: Mapping[str, Any] = {
     "prefixes": {"model.": ("model.language_model.", "model.")},
     "module_prefix": "model.language_model.",

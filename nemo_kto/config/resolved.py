@@ -18,7 +18,6 @@ from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.lora import LoRASettings, has_adaptable_experts, names_experts, with_other_layers
-from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.data_sources import validation_names
@@ -99,7 +98,7 @@ class ModelFiles:
     def longest_sequence(self) -> tuple[str, int | None]:
         """Field of config.json that limits the sequence length, and its value in tokens; None if it is not set."""
         config, family = self.config
-        return longest_sequence(family.rope(config, "full_attention"))
+        return family.longest_sequence(config)
 
     @cached_property
     def has_own_output(self) -> bool:
@@ -130,6 +129,15 @@ class ModelFiles:
         """Line of a report about an output layer that is not as in config.json, by its label."""
         text = f"not tied to the embedding, because {OUTPUT_WEIGHT} has other values; tie_word_embeddings=true is ignored"
         return {"output layer": text} if self.unties_output else {}
+
+    @property
+    def attention_line(self) -> dict[str, str]:
+        """Line of a report about keys that an indexer would choose in longer sequences, by its label."""
+        config, family = self.config
+        if not (name := family.chosen_keys):
+            return {}
+        text = f"exact: the indexer chooses keys only in sequences of more than {name} = {config[name]:,} tokens"
+        return {"attention": f"{text}, which are refused; it is not trained"}
 
     @cached_property
     def largest_file(self) -> int:

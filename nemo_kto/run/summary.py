@@ -66,6 +66,7 @@ def start_lines(run: ResolvedRun, policy: Policy, start: Start, placement: Place
         ),
         **policy.weights_line,
         **run.files.output_line,
+        **run.files.attention_line,
         "adapters": _adapters_text(run, architecture),
     }
 

@@ -1,4 +1,4 @@
-"""Models with latent attention: DeepSeek V2 and V3, Kimi, GLM-4.7-Flash, Mistral Large 3."""
+"""Models with latent attention: DeepSeek V2 to V3.2, Kimi, GLM 4.7 Flash and 5, Mistral Small 4."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tests.families.family import (
     BY_TOKENS,
     NO_TOKENS,
     ROUTED,
+    SEQUENCE,
     SHORT,
     TINY_ROUTED,
     TP2,
@@ -33,9 +34,18 @@ _TINY_LATENT: dict[str, Any] = {  # values narrower than keys
     "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+_INDEXED: dict[str, Any] = {  # as many keys as the sequences have tokens
+    **_DEEPSEEK, "q_lora_rank": 24, "index_topk": SEQUENCE, "index_head_dim": 8, "index_n_heads": 3,
+}
 _MLA = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "mlp")
 TESTS = FamilyTests(
-    tiny={"deepseek_v3": {"tie_word_embeddings": False, **TINY_ROUTED, **_TINY_LATENT}},
+    tiny={
+        "deepseek_v3": {"tie_word_embeddings": False, **TINY_ROUTED, **_TINY_LATENT},
+        "glm_moe_dsa": {
+            "tie_word_embeddings": False, **TINY_ROUTED, **_TINY_LATENT, "index_head_dim": 8, "index_n_heads": 2,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+    },
     models={
         "deepseek-v3-dense": Model("deepseek_v3", {**_DEEPSEEK, "first_k_dense_replace": 4, "q_lora_rank": 24}),
         # five heads, which are padded at TP2; YaRN with both scales; values narrower than keys
@@ -56,6 +66,15 @@ TESTS = FamilyTests(
         ),
         "deepseek-v2-lite": Model(
             "deepseek_v2", {**_DEEPSEEK, **_V2, "n_group": 1, "topk_group": 1, "q_lora_rank": None}, kind="mixture"
+        ),
+        "deepseek-v3.2": Model("deepseek_v32", _INDEXED, kind="mixture", quick=True),
+        "glm-5": Model(
+            "glm_moe_dsa", {
+                **_INDEXED, "rope_parameters": rope(1e5), "n_group": 1, "topk_group": 1, "v_head_dim": 16,
+                "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "num_nextn_predict_layers": 0,
+                "indexer_types": ["full", "full", "shared", "shared"],
+            }, kind="mixture", quick=True, lora=adapters("q_a_proj", "q_b_proj", *_MLA), adapted_experts=2 * 8 * 3,
+            mtp_layers=("model.layers.4.eh_proj.weight", "model.layers.4.self_attn.indexer.wk.weight"),
         ),
         "glm4-moe-lite": Model(
             "glm4_moe_lite", {
@@ -80,8 +99,10 @@ TESTS = FamilyTests(
         "deepseek_v3": KTOStep(
             "deepseek_v3", {"first_k_dense_replace": 4}, quick=("cp2_tp2_sequence_parallel", "tp2_pp2_sequence_parallel")
         ),
+        "glm_moe_dsa": KTOStep("glm_moe_dsa", {"first_k_dense_replace": 4}, quick=("packed_cp2",)),
     },
     shared_prompts={
+        "indexers": SharedPrompts("glm_moe_dsa", answers=2, with_prompts=True),
         "latents_tp2": SharedPrompts(
             "deepseek_v3", world_size=2, layout={**TP2, "recompute": "selective"}, answers=2, with_prompts=True, quick=True
         ),

@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,  # large, so that every part of the model shows in the logits
 }
+SEQUENCE = 24  # tokens of the sequences of the parity tests
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # the defaults are past the vocabulary
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 SHORT = {"original_max_position_embeddings": 9}  # shorter than the sequences
@@ -33,6 +34,13 @@ _TEXT: dict[str, Any] = {**SIZES, **NO_TOKENS, "num_hidden_layers": 2, "head_dim
 VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
+}  # fmt: skip
+# of Qwen2-VL and models like it
+GRID_VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+}  # fmt: skip
+INTERNVL_VISION: dict[str, Any] = {
+    **VISION, "image_size": [28, 28], "patch_size": [14, 14], "layer_scale_init_value": 0.1,
 }  # fmt: skip
 TP2: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 BY_TOKENS = {"prompts": None, "tokens": 90}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.families.family import (
+    GRID_VISION,
     NO_TOKENS,
     ROUTED,
     TINY_ROUTED,
@@ -16,6 +17,7 @@ from tests.families.family import (
     SharedPrompts,
     adapters,
     adapters_of_all,
+    mrope,
     rope,
 )
 
@@ -39,6 +41,10 @@ TESTS = FamilyTests(
             }, kind="mixture", quick=True, lora=adapters("all"), adapted_experts=3 * 8 * 3,
             mtp_layers=("model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.e_score_correction_bias"),
             correction_bias_in="mlp.gate",
+        ),
+        "glm4v": Model.wrapped("glm4v", mrope(1, 1, 0, partial_rotary_factor=0.5), GRID_VISION),
+        "glm4v-moe": Model.wrapped(
+            "glm4v_moe", {**ROUTED, "head_dim": 16, "n_group": 4, "topk_group": 2, **mrope(1, 1, 2)}, GRID_VISION
         ),
         "dots1": Model(
             "dots1", {

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.families.family import NINE_HEADS, Activations, FamilyTests, Model, SharedPrompts, adapters, rope, yarn
+from tests.families.family import (
+    INTERNVL_VISION,
+    NINE_HEADS,
+    Activations,
+    FamilyTests,
+    Model,
+    SharedPrompts,
+    adapters,
+    rope,
+    yarn,
+)
 
 # fmt: off
 TESTS = FamilyTests(
@@ -32,6 +42,12 @@ TESTS = FamilyTests(
                 "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.15, "rope_parameters": rope(1e5),
                 "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
             }, kind="quantized",
+        ),
+        "internvl3.5-gpt-oss": Model.wrapped(
+            "internvl", {
+                "model_type": "gpt_oss", "rope_parameters": rope(1e5), "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": 7,
+            }, INTERNVL_VISION, tie_word_embeddings=False,
         ),
     },
     shared_prompts={"windows_and_sinks": SharedPrompts("gpt_oss", quick=True)},

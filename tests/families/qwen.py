@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.families.family import (
+    GRID_VISION,
+    INTERNVL_VISION,
     NO_TOKENS,
     PACKED,
     TP2,
@@ -28,11 +30,9 @@ _DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 16, "full_attention_interval": 2,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
-}
-_QWEN3_VISION: dict[str, Any] = {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-_QWEN3_5_VISION: dict[str, Any] = {**_QWEN_VISION, "num_position_embeddings": 16}
+_QWEN2_VISION: dict[str, Any] = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1}
+_QWEN3_VISION: dict[str, Any] = {**GRID_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+_QWEN3_5_VISION: dict[str, Any] = {**GRID_VISION, "num_position_embeddings": 16}
 _TINY_DELTA_NET: dict[str, Any] = {  # three value heads for each of two key heads
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
     "linear_value_head_dim": 8, "full_attention_interval": 2,
@@ -116,7 +116,18 @@ TESTS = FamilyTests(
                 "mlp_only_layers": [3], "tie_word_embeddings": True,
             }, kind="mixture", quick=True, lora=adapters("q_proj", "mlp", dropout=0.25, experts=False),
         ),
-        "qwen2.5-vl": Model.wrapped("qwen2_5_vl", mrope(1, 1, 2), {**_QWEN_VISION, "fullatt_block_indexes": [0]}),
+        "qwen2-vl": Model.wrapped("qwen2_vl", mrope(1, 1, 2), _QWEN2_VISION),
+        "internvl3": Model.wrapped(
+            "internvl", {"model_type": "qwen2", "rope_parameters": rope(1e5)}, INTERNVL_VISION, tie_word_embeddings=False
+        ),
+        "internvl3.5": Model.wrapped(
+            "internvl", {"model_type": "qwen3", "rope_parameters": rope(1e5)}, INTERNVL_VISION, tie_word_embeddings=False
+        ),
+        "internvl3.5-moe": Model.wrapped(
+            "internvl", {"model_type": "qwen3_moe", "rope_parameters": rope(1e5), **_EXPERTS}, INTERNVL_VISION,
+            tie_word_embeddings=False,
+        ),
+        "qwen2.5-vl": Model.wrapped("qwen2_5_vl", mrope(1, 1, 2), {**GRID_VISION, "fullatt_block_indexes": [0]}),
         "qwen3-vl": Model.wrapped("qwen3_vl", mrope(2, 1, 1), _QWEN3_VISION, tie_word_embeddings=True),
         "qwen3.5": Model.wrapped("qwen3_5", mrope(1, 1, 0, **_DELTA_NET), _QWEN3_5_VISION),
         "qwen3.5-moe": Model.wrapped(

@@ -21,9 +21,9 @@ from transformers import (
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings, hf_module
 from tests.families import MODELS
-from tests.families.family import SIZES
+from tests.families.family import SEQUENCE, SIZES
 
-SEQUENCE = 24
+UNTRAINED = "correction_bias", ".indexer."  # in names of weights that have no gradient
 
 
 def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB") -> None:
@@ -206,11 +206,16 @@ def gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Those of transformers, under the names of the file: transformers puts experts together where it has loaded them."""
     model = load(folder)
     (model(tokens()).logits * cotangent()).sum().backward()
-    trained = [parameter for name, parameter in model.named_parameters() if not name.endswith("correction_bias")]
-    for parameter in trained:
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    model.save_pretrained(out)
+    save_gradients(model, out)
     return weights(out)
+
+
+def save_gradients(model: Any, out: Path) -> None:
+    """Write gradients in the place of weights; weights that are not trained keep their values."""
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in UNTRAINED):
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(out)
 
 
 def assert_logits(results: Iterable[Any], expected: torch.Tensor, *, name: str = "") -> None:

@@ -32,15 +32,15 @@ _SIZES = {
     "shared_expert_intermediate_size": 48, "shared_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
     "vocab_size": 259, "head_dim": 16, "num_attention_heads": 8, "num_experts": 8, "n_routed_experts": 8,
     "num_local_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-    "v_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8, "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "sliding_window": 8, "attention_chunk_size": 8,
-    "rotary_dim": 8, "num_hidden_layers": LAYERS,
+    "v_head_dim": 12, "index_head_dim": 8, "index_n_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 8, "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 12,
+    "n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "sliding_window": 8,
+    "attention_chunk_size": 8, "rotary_dim": 8, "num_hidden_layers": LAYERS,
 }  # fmt: skip
 _AT_MOST = {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "floor_scale": 6}
 # ``model_type`` -> a tiny model with a vision tower of the same kind
 _TOWERS = {model.model_type: model for model in IMAGES.values()}
-_OF_LAYERS = ("layer_types", "no_rope_layers", "hybrid_override_pattern", "mlp_layer_types")
+_OF_LAYERS = ("layer_types", "no_rope_layers", "hybrid_override_pattern", "mlp_layer_types", "indexer_types")
 
 
 def published(name: str) -> dict[str, Any]:
@@ -112,7 +112,8 @@ def text_model(config: Mapping[str, Any], device: str = "meta") -> Any:
 def count(config: Mapping[str, Any]) -> int:
     """Number of parameters of the text model that transformers makes of a configuration, with its output layer."""
     names = text_model(config).named_parameters()
-    return sum(parameter.numel() for name, parameter in names if not name.removeprefix("model.").startswith(_UNTRAINED))
+    trained = [(name.removeprefix("model."), parameter) for name, parameter in names if ".indexer." not in name]
+    return sum(parameter.numel() for name, parameter in trained if not name.startswith(_UNTRAINED))
 
 
 def main() -> None:

@@ -72,15 +72,9 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "a newer model of a known family": (
         config(architectures=["Qwen4NextForCausalLM"], model_type="qwen4_next", linear_num_value_heads=32),
         Message("Qwen4NextForCausalLM", "not supported", "linear attention", "supported.md", "choose")),
-    "keys that an indexer chooses": (
-        config(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", index_topk=2048, kv_lora_rank=512),
-        Message("deepseek_v32", "not supported", "indexer", "loss of its own", "supported.md")),
-    "GLM 5": (
-        config(architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa", index_topk=2048),
-        Message("glm_moe_dsa", "indexer", "loss of its own", "supported.md")),
     "hyper-connections": (
         config(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", hc_mult=4, index_topk=512),
-        Message("deepseek_v4", "hyper-connections", "indexer", "supported.md")),
+        Message("deepseek_v4", "hyper-connections", "indexer", "loss of its own", "supported.md")),
     "a part of odd size that rotates": (
         config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", qk_rope_head_dim=5),
         Message("qk_rope_head_dim", "even", "5", "correct")),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
 from tests import families
@@ -100,6 +100,19 @@ def test_llama4_routes_by_logits_if_sigmoids_are_equal(ranks: Any, tmp_path: Pat
     (result,) = ranks.run(1, hf_jobs.check_models, Layout(), {"sure": sure}, tmp_path / "out")
     expected = hf_models.transformers_logits(sure)
     hf_models.assert_logits([result["sure"]], expected)
+
+
+@pytest.mark.parametrize("name", [name for name, model in families.MIXTURES.items() if "index_topk" in model.fields])
+def test_an_indexer_changes_nothing_up_to_as_many_tokens_as_it_chooses_keys(name: str, folders: Any) -> None:
+    """In transformers; the logits of the next token differ, so that longer sequences must be refused."""
+    logits = {}
+    for chosen in (hf_models.SEQUENCE - 1, hf_models.SEQUENCE, 10 * hf_models.SEQUENCE):
+        model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32, index_topk=chosen).eval()
+        logits[chosen] = model(hf_models.tokens()).logits.detach()
+    fewer, equal, more = logits.values()
+    assert torch.equal(equal, more)
+    assert torch.equal(fewer[:, :-1], more[:, :-1])
+    assert (fewer[:, -1] - more[:, -1]).abs().max() > 0.01 * more.abs().max()
 
 
 @cases(dense="tp1", mixtures="one")

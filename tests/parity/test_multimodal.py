@@ -35,11 +35,32 @@ from tests.helpers.messages import assert_names, raises
 
 TP2 = Layout(tensor=2, sequence_parallel=True)
 LAYOUTS = {
-    "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "older/gemma3-vision")),
-    "pp2": (Layout(pipeline=2), ("gemma3-vision", "mistral3-ministral", "qwen3-vl", "older/mistral3", "flat/qwen2.5-vl")),
+    "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "older/gemma3-vision", "internvl3.5", "glm4v")),
+    "pp2": (
+        Layout(pipeline=2),
+        (
+            "gemma3-vision",
+            "mistral3-ministral",
+            "qwen3-vl",
+            "older/mistral3",
+            "flat/qwen2.5-vl",
+            "qwen2-vl",
+            "older/internvl3",
+        ),
+    ),
     "ep2": (
         Layout(expert=2),
-        ("llama4-vision", "qwen3.5-moe", "older/qwen3-vl-moe", "joined/qwen3.5-moe", "mistral3-latents", "kimi-k2.5"),
+        (
+            "llama4-vision",
+            "qwen3.5-moe",
+            "older/qwen3-vl-moe",
+            "joined/qwen3.5-moe",
+            "mistral3-latents",
+            "kimi-k2.5",
+            "glm4v-moe",
+            "internvl3.5-moe",
+            "internvl3.5-gpt-oss",
+        ),
     ),
 }
 UNTRAINED = ("vision", "multi_modal", "mm_projector", "visual")  # of the names that transformers writes, after "model."
@@ -91,7 +112,9 @@ def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     config.update({"image_token_id": IMAGE, "image_token_index": IMAGE})
     towers = ("vision_tower", "vision_model", "visual")
     tower = next(module for name, module in model.named_modules() if name.endswith(towers))
-    if config.model_type.startswith(("qwen", "kimi")):  # 16 patches, of Qwen with two frames, give four tokens
+    if config.model_type.startswith(
+        ("qwen", "kimi", "glm")
+    ):  # 16 patches, of Qwen and GLM with two frames, give four tokens
         size = config.vision_config.patch_size
         of_patch = (3, size, size) if config.model_type == "kimi_k25" else (6 * size**2,)
         patches = torch.randn(32, *of_patch, generator=draw)
@@ -243,6 +266,7 @@ def test_rows_with_tokens_of_images_are_refused(folders: Any) -> None:
 ADAPTED = {
     "mistral3": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "llama4-vision": LoRASettings(rank=2, alpha=4, target_modules=("attention",), layers=(2,)),
+    "glm4v": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
 }
 
 
@@ -264,7 +288,7 @@ def test_adapters_fit_the_whole_model_in_peft(ranks: Any, folders: Any, tmp_path
             model = PeftModel.from_pretrained(base, str(tmp_path / "out" / name / "again")).eval()
             expected = model(hf_models.tokens()).logits.numpy()
         adapted = {key.split(".lora_")[0] for key in model.state_dict() if ".lora_" in key}
-        assert len(adapted) == {"mistral3": 14, "llama4-vision": 4}[name]
+        assert len(adapted) == {"mistral3": 14, "llama4-vision": 4, "glm4v": 10}[name]
         assert not any("vision" in key for key in adapted)
         atol = 1e-5 * np.abs(expected).max()
         hf_models.assert_adapted_logits([result[name] for result in results], expected, plain, rtol=0, atol=atol)

@@ -50,7 +50,8 @@ def test_logits_exports_and_gradients(world_size: int, layout: Layout, names: li
             expected[name] = model.eval()(hf_models.tokens()).logits
         if not {"vision_config", "mamba_head_dim", "mamba_d_head"} & small(name).keys():  # time_step_min of transformers
             of_text[name] = tmp_path / "expected" / name
-            save_gradients(model, of_text[name])
+            (model(hf_models.tokens()).logits * hf_models.cotangent()).sum().backward()
+            hf_models.save_gradients(model, of_text[name])
         write(small(name), folder)
     results = ranks.run(world_size, hf_jobs.check_models, layout, folders, tmp_path / "out")
     for name, logits in expected.items():
@@ -68,11 +69,3 @@ def test_logits_exports_and_gradients(world_size: int, layout: Layout, names: li
         for weight, gradient in wanted.items():
             near: dict[str, Any] = {"rtol": 0, "atol": 5e-5 * gradient.abs().max().item(), "err_msg": f"{name} {weight}"}
             np.testing.assert_allclose(found[weight].numpy(), gradient.numpy(), **near)
-
-
-def save_gradients(model: Any, folder: Path) -> None:
-    """Write those of a sum over logits in the place of weights; correction biases, which have none, keep their values."""
-    (model(hf_models.tokens()).logits * hf_models.cotangent()).sum().backward()
-    for parameter in model.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Latent attention: DeepSeek V2, V3 and R1, Moonlight, Kimi K2, GLM 4.7 Flash, Mistral Small 4."""
+"""Latent attention: DeepSeek V2 to V3.2 and R1, Moonlight, Kimi K2, GLM 4.7 Flash and 5, Mistral Small 4."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from nemo_kto.architecture.families.glm import GLM4_MOE
 from nemo_kto.architecture.families.llama import MINISTRAL3
 from nemo_kto.architecture.family import ExpertFields
-from nemo_kto.architecture.mappings import JOINED, LLAVA, without
+from nemo_kto.architecture.mappings import JOINED, LLAVA, MTP_LAYERS, without
 from nemo_kto.mixers import LatentAttention
 from nemo_kto.mixers.mla import WEIGHTS
 
@@ -54,6 +54,13 @@ def _v2_mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
     return _mixers(config)
 
 
+def _indexed_mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
+    if config.q_lora_rank is None:
+        raise ValueError(f"q_lora_rank must be an integer for {config.model_type}, got null; choose another model")
+    # transformers ignores rope_interleave
+    return tuple(replace(mixer, interleaved=True) for mixer in _mixers(config))
+
+
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave")
 DEEPSEEK_V3 = replace(
     GLM4_MOE,
@@ -78,6 +85,23 @@ GLM4_MOE_LITE = replace(
     published="GLM 4.7 Flash",
     aliases=(),
     experts=replace(_EXPERTS, layer_kinds="mlp_layer_types", first_layer=""),
+)
+# an indexer chooses index_topk keys for each token, in some layers of GLM 5.2 those of an earlier layer
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v32",
+    hf_architecture="DeepseekV32ForCausalLM",
+    published="DeepSeek V3.2",
+    aliases=(),
+    own=tuple(name for name in DEEPSEEK_V3.own if name != "rope_interleave"),
+    experts=replace(_EXPERTS, layer_kinds="mlp_layer_types"),
+    chosen_keys="index_topk",
+    renewed=lambda config: {"index_topk": 2048, **config},  # transformers' default
+    untrained={**MTP_LAYERS, "indexers": r"{model}layers\.(?!{layers}\.)\d+\.self_attn\.indexer"},
+    mixers=_indexed_mixers,
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32, name="glm_moe_dsa", hf_architecture="GlmMoeDsaForCausalLM", published="GLM-5, GLM-5.1, GLM-5.2"
 )
 # scores of experts are a softmax and never normalized, and there is no correction bias; a group counts by its best expert
 DEEPSEEK_V2 = replace(

@@ -11,6 +11,7 @@ from nemo_kto.architecture.mappings import (
     DENSE,
     GATE_UP,
     MTP_LAYERS,
+    QWEN_VL,
     correction_bias,
     renamed,
     separate_experts,
@@ -41,6 +42,7 @@ class GlmMoeFields(ModelFields):
     qk_rope_head_dim: Count = ABSENT
     v_head_dim: Count = ABSENT
     rope_interleave: Switch = ABSENT
+    index_topk: Count = ABSENT
 
 
 GLM4 = Family(
@@ -56,6 +58,17 @@ GLM4 = Family(
     partial_rotary=True,
     interleaved_rotary=True,
     own_head_dim=True,
+)
+# the text of GLM 4, whose queries, keys and values always have biases
+GLM4V = replace(
+    GLM4,
+    name="glm4v",
+    hf_architecture="Glm4vForConditionalGeneration",
+    published="GLM-4.1V-9B, GLM-4.6V-Flash",
+    text_type="glm4v_text",
+    flags={**GLM4.flags, "qkv_bias": True},
+    own_head_dim=False,
+    **QWEN_VL,
 )
 # the first layers have one MLP; a shared expert, and a correction bias for the choice of experts
 GLM4_MOE = Family(
@@ -87,6 +100,15 @@ GLM4_MOE = Family(
         scale="routed_scaling_factor",
     ),
     untrained=MTP_LAYERS,
+)
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    name="glm4v_moe",
+    hf_architecture="Glm4vMoeForConditionalGeneration",
+    published="GLM-4.5V, GLM-4.6V",
+    text_type="glm4v_moe_text",
+    flags={"qkv_bias": "attention_bias"},
+    **{**QWEN_VL, "untrained": {**QWEN_VL["untrained"], **MTP_LAYERS}},
 )
 DOTS1 = replace(
     GLM4_MOE,

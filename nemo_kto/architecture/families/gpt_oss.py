@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
 from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
-from nemo_kto.architecture.mappings import DENSE, joined_experts, without
+from nemo_kto.architecture.mappings import DENSE, INTERNVL, joined_experts, without
 from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.mixers.softmax_attention import SINKS
 
@@ -27,3 +29,4 @@ GPT_OSS = Family(
     mxfp4=True,
     experts=ExpertFields(),
 )
+INTERNVL_GPT_OSS = replace(GPT_OSS, published="InternVL3.5-HF GPT-OSS-20B-A4B", text_type=GPT_OSS.name, **INTERNVL)

@@ -1,4 +1,4 @@
-"""Qwen 1.5, 2, 2.5, 3, 3 Next and 3.5 to 3.8, dense and with experts, and with image input."""
+"""Qwen 1.5, 2, 2.5, 3, 3 Next and 3.5 to 3.8, dense and with experts, and with image input, also in InternVL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFie
 from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import (
     DENSE,
+    INTERNVL,
     JOINED,
     MTP_LAYERS,
     QWEN_VL,
@@ -114,6 +115,13 @@ QWEN2_5_VL = replace(
     flat_config=True,
     **QWEN_VL,
 )
+QWEN2_VL = replace(
+    QWEN2_5_VL,
+    name="qwen2_vl",
+    hf_architecture="Qwen2VLForConditionalGeneration",
+    published="Qwen2-VL",
+    text_type="qwen2_vl_text",
+)
 QWEN3_VL = replace(
     QWEN3,
     name="qwen3_vl",
@@ -136,6 +144,11 @@ QWEN3_VL_MOE = replace(
     either_order=True,
     **QWEN_VL,
 )
+
+# files of transformers (-HF); older ones are of the class InternVLChatModel
+INTERNVL_QWEN2 = replace(QWEN2, published="InternVL3-HF", text_type=QWEN2.name, **INTERNVL)
+INTERNVL_QWEN3 = replace(QWEN3, published="InternVL3.5-HF 1B to 38B", text_type=QWEN3.name, **INTERNVL)
+INTERNVL_QWEN3_MOE = replace(QWEN3_MOE, published="InternVL3.5-HF 30B-A3B, 241B-A28B", text_type=QWEN3_MOE.name, **INTERNVL)
 
 
 def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:

@@ -181,10 +181,12 @@ def _model_rules(run: ResolvedRun, config: dict[str, Any], family: Family | None
     if is_dense and width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {source}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
-    name, positions = ("", None) if family is None else run.files.longest_sequence
-    if positions is not None and (length := run.cfg.seq_length) > positions:
-        text = f"must be at most {name} = {positions} of {source}, got {length}; use {positions} or fewer"
-        yield ConfigError("model.data.seq_length", text, (_MODEL,))
+    if family is not None:
+        name, positions = run.files.longest_sequence
+        if positions is not None and (length := run.cfg.seq_length) > positions:
+            why = ", as an indexer chooses the keys of longer sequences," if name == family.chosen_keys else ","
+            text = f"must be at most {name} = {positions} of {source}{why} got {length}; use {positions} or fewer"
+            yield ConfigError("model.data.seq_length", text, (_MODEL,))
 
 
 def _adapter_layers(run: ResolvedRun, layers: int | None) -> Errors:

@@ -130,6 +130,7 @@ def _run_lines(plan: Plan) -> dict[str, str]:
     return {
         "model": f"{model}, {short(whole)} parameters, {how}",
         **plan.run.files.output_line,
+        **plan.run.files.attention_line,
         "precision": cfg.trainer.precision + ("" if cfg.model.fp8 is None else f", fp8 {cfg.model.fp8}"),
         "step": f"{rows}, {plan.step.tokens:,} tokens {'in sequences of' if counted else 'if all are'} "
         f"{plan.step.width:,} tokens{', the mean of the training rows' if counted else ' long'}",

@@ -121,7 +121,7 @@ def oracle(
         "kl": z0.item(),
         "chosen": BETA * ratios[desirable].mean().item(),
     }
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if ".indexer." not in name}
     return policy, reference, expected, gradients
 
 
@@ -174,6 +174,6 @@ def test_every_gradient_equals_autograd(
     for shard in (tmp_path / "gradients").glob("*.safetensors"):
         ours |= {name.replace("backbone.", "model."): gradient for name, gradient in load_file(shard).items()}
     scale = max(gradient.abs().max() for gradient in gradients.values())
-    assert ours.keys() == gradients.keys()
+    assert {name for name in ours if ".indexer." not in name} == gradients.keys()
     for name, gradient in gradients.items():
         assert (ours[name] - gradient).abs().max() < 1e-5 * scale, name

@@ -31,7 +31,6 @@ MODELOPT, LATENT = ("NVIDIA ModelOpt", "unquantized"), ("moe_latent_size", "null
 # Pattern of names -> parts of the reason.
 REFUSED = {
     "*--DeepSeek-V4-*": ("'DeepseekV4ForCausalLM'", "not supported", "indexer", "hyper-connections", "choose"),
-    "*--GLM-5*": ("'GlmMoeDsaForCausalLM'", "not supported", "indexer", "choose"),
     "*--Gemma-4-*": ("'Gemma4ForConditionalGeneration'", "not supported", "heads differ", "choose"),
     "*--Kimi-K3": ("'KimiK3ForConditionalGeneration'", "not supported", "linear attention", "projection", "choose"),
     "*--MiniMax-M3": ("'MiniMaxM3ForCausalLM'", "not supported", "blocks of keys", "choose"),
@@ -41,6 +40,7 @@ REFUSED = {
     "*--NVIDIA-Nemotron-3-Super-*": LATENT,
     "*--NVIDIA-Nemotron-3-Ultra-*": LATENT,
     "*--Qwen3-32B-FP8-Static-PerTensor": ("quant_algo FP8", *MODELOPT),
+    "*--GLM-5.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
     "*--Kimi-K2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
     "*--MiniMax-M2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
 }
@@ -98,15 +98,23 @@ def test_refused_with_the_reason(name: str, tmp_path: Path) -> None:
 OF_ARCHITECTURES = {published(name)["architectures"][0]: name for name in counts()}
 
 
-# of one with experts, image input and latent attention, with Mamba-2, with gated delta nets, and without any of it
-PLANNED = ("moonshotai--Kimi-K2.5", "nvidia--Nemotron-H-56B-Base-8K", "Qwen--Qwen3.5-27B", "microsoft--phi-4")
+# of one with experts, image input and latent attention, an indexer, Mamba-2, gated delta nets, and without any of it
+PLANNED = (
+    "moonshotai--Kimi-K2.5",
+    "zai-org--GLM-5.2-FP8",
+    "nvidia--Nemotron-H-56B-Base-8K",
+    "Qwen--Qwen3.5-27B",
+    "microsoft--phi-4",
+)
 
 
 @cases(OF_ARCHITECTURES.values(), PLANNED)
 def test_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one rank, into which not every model fits."""
     assert plan.main(["kto", str(write(published(name), tmp_path))]) in (0, 1)
-    number, unit = re.findall(r"([\d.,]+) ([MB]) parameters", capsys.readouterr().out)[0]
+    text, chosen_keys = capsys.readouterr().out, read_config_file(tmp_path)[1].chosen_keys
+    assert re.findall(r"attention +exact: .* more than (\w+) = 2,048 tokens", text) == [chosen_keys] * bool(chosen_keys)
+    number, unit = re.findall(r"([\d.,]+) ([MB]) parameters", text)[0]
     assert float(number.replace(",", "")) * {"M": 1e6, "B": 1e9}[unit] == pytest.approx(counts()[name], rel=0.005)
 
 
@@ -229,6 +237,11 @@ DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, {"short_factor": [1
             "Qwen--Qwen3-0.6B",
             {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 9, **FACTORS}},
             ("pair of channels", "64", "short_factor of 1", "long_factor of 1", "correct"),
+        ),
+        (
+            "Qwen--Qwen3-0.6B",
+            {"model_type": "qwen9", "head_dim": -1},
+            ("model_type", "'qwen3'", "Qwen3ForCausalLM", "'qwen9'"),
         ),
         ("google--gemma-3-1b-it", {"query_pre_attn_scalar": 256.0}, None),
         ("google--gemma-3-1b-it", {"architectures": None}, ("architectures", "Gemma3ForCausalLM", "got none", "add")),

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
+from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.config.checker import POSITIONS, read_positions
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from tests.helpers.messages import Message
-from tests.unit.conftest import Load, composed, mistakes
+from tests.unit.conftest import FindErrors, Load, composed, mistakes
 
 MODEL, DATA = POSITIONS.values()
+_FAMILY = next(family for family in FAMILIES.values() if family.chosen_keys)
+INDEXED = {"architectures": [_FAMILY.hf_architecture], "model_type": _FAMILY.name, "max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize("path", ["models/a", "~/models/a", "hf:org/a@main", "a b", "ends\\", "it\\'s", "[x]", "a,b", "12"])
@@ -85,6 +88,10 @@ def test_every_misplaced_word_is_named_with_the_other_mistakes(good: list[str]) 
             1024,
             "original_max_position_embeddings of the model",
         ),
+        (INDEXED | {"index_topk": 512}, [], 512, "index_topk of the model"),
+        (INDEXED, [], 2048, "the default"),
+        (INDEXED | {"index_topk": 4096}, [], 2048, "the default"),
+        (INDEXED | {"index_topk": 4096, "max_position_embeddings": 1024}, [], 1024, "max_position_embeddings of the model"),
     ],
 )
 def test_the_length_of_sequences_follows_from_the_model(
@@ -95,6 +102,27 @@ def test_the_length_of_sequences_follows_from_the_model(
     file.write_text(json.dumps({**json.loads(file.read_text()), **limits}))
     run = ResolvedRun.of(cfg)
     assert (run.cfg.seq_length, run.cfg.model.data.seq_length, run.length_reason) == (length, length, why)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_position_embeddings": 256}, ["max_position_embeddings = 256"]),
+        (INDEXED | {"index_topk": 256}, ["index_topk = 256", "an indexer chooses the keys of longer sequences"]),
+    ],
+)
+def test_longer_sequences_are_refused(
+    find_errors: FindErrors, load: Load, limits: dict[str, object], words: list[str], tmp_path: Path
+) -> None:
+    folder = Path(load().pretrained_checkpoint.restore_from_path)
+    (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **limits}))
+    assert find_errors("model.data.seq_length=256") == []
+    (error,) = find_errors("model.data.seq_length=257")
+    assert error == Message("model.data.seq_length", "at most", *words, f"{folder}", "got 257", "use 256 or fewer")
+    limit = ModelFiles(source=folder).attention_line
+    assert limit == (
+        {"attention": Message("exact", "index_topk = 256 tokens", "not trained")} if "index_topk" in limits else {}
+    )
 
 
 def test_short_words_for_keys() -> None:
