@@ -31,7 +31,6 @@ LACKING = {
     "ssm_": "Mamba layers other than those of Nemotron-H and Granite 4",
     "moe_latent_size": "experts that process a projection of the hidden state",
     "routed_expert_hidden_size": "experts that process a projection of the hidden state",
-    "conv_L_cache": "short convolutions",
     "block_configs": "layers of different widths, some without attention",
     "swa_": "sliding-window layers whose heads differ from those of the other layers",
     "global_head_dim": "sliding-window layers whose heads differ from those of the other layers",
