@@ -27,7 +27,7 @@ from nemo_kto.checkpoint.sharded_state import dtype_name
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import write_together
-from nemo_kto.huggingface.quantized import StoredWeight, separate_experts, stored_weights
+from nemo_kto.huggingface.quantized import UNUSED_SCALES, StoredWeight, separate_experts, stored_weights
 from nemo_kto.huggingface.rank_weights import (
     Weight,
     differences,
@@ -93,6 +93,7 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     stored, problems = stored_weights(found, quantization)
     prefixes = prefixes_of(found, family.prefixes)
     left_out = {"rotary tables": {name for name in stored if _UNUSED.search(name)}, "copy of the embedding": set[str]()}
+    left_out["unused scales"] = {name for name in found.keys() - stored.keys() if name.endswith(UNUSED_SCALES)}
     output = name_in_file(OUTPUT_WEIGHT, prefixes)
     if architecture.tied and output in stored and not has_own_output(folder, family.prefixes):
         left_out["copy of the embedding"].add(output)  # some files have a second copy of the embedding

@@ -31,6 +31,7 @@ _FACTOR, _DIVISOR = "_scale_2", "_global_scale"
 # Scales of activations, in the place of "weight", and of a server's cache of keys and values; not needed.
 _OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_global_scale")
 _OF_CACHES = (".k_scale", ".v_scale")
+UNUSED_SCALES = (*_OF_ACTIVATIONS, *_OF_CACHES)
 # Matrices of an expert that the tensor of joined experts with this name has side by side.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PER_WORD, _PER_BYTE = 8, 2  # int4 values in an int32, NVFP4 values in a byte; the first are in the lowest bits

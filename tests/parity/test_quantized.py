@@ -186,9 +186,13 @@ def test_slices_have_the_scales_of_their_values(form: str, experts: tuple[int, .
 # A model in each form, the tensors that are quantized, and how the start of a run describes it.
 MODELS = {
     "fp8-block": ("qwen3", ("_proj.weight",), "dequantized from fp8 in blocks of 20 x 12"),
-    "fp8-tensor": ("gemma3-vision", ("_proj.weight", "fc1.weight"), "dequantized from fp8"),
+    "fp8-tensor": ("gemma3-vision", ("_proj.weight", "fc1.weight"), "left out (unused scales), dequantized from fp8"),
     # only the MLPs of the text model; attention and vision tower stay in bf16
-    "float-tensor": ("mistral3", (".mlp.gate_proj.weight", ".mlp.down_proj.weight"), "dequantized from fp8"),
+    "float-tensor": (
+        "mistral3",
+        (".mlp.gate_proj.weight", ".mlp.down_proj.weight"),
+        "4 left out (unused scales), dequantized from fp8",
+    ),
     "float-channel": ("glm4-moe", ("_proj.weight",), "dequantized from fp8 by rows"),
     # as llm-compressor writes experts that transformers joins: one by one
     "float-block": (
@@ -197,9 +201,17 @@ MODELS = {
         "dequantized from fp8 in blocks of 20 x 12",
     ),
     "int4": ("mixtral", ("w1.weight", "w2.weight", "w3.weight"), "dequantized from int4 in groups of 16"),
-    "modelopt-fp8": ("qwen2", ("_proj.weight",), "dequantized from fp8"),
-    "modelopt-nvfp4": ("qwen3-moe", ("gate_proj.weight", "down_proj.weight"), "dequantized from nvfp4 in groups of 16"),
-    "packed-nvfp4": ("qwen3-tied-bias", ("_proj.weight",), "dequantized from nvfp4 in groups of 16"),
+    "modelopt-fp8": ("qwen2", ("_proj.weight",), "36 left out (unused scales), dequantized from fp8"),
+    "modelopt-nvfp4": (
+        "qwen3-moe",
+        ("gate_proj.weight", "down_proj.weight"),
+        "64 left out (unused scales), dequantized from nvfp4 in groups of 16",
+    ),
+    "packed-nvfp4": (
+        "qwen3-tied-bias",
+        ("_proj.weight",),
+        "28 left out (unused scales), dequantized from nvfp4 in groups of 16",
+    ),
 }
 
 
@@ -275,4 +287,4 @@ def test_logits_and_exports_are_those_of_the_dequantized_model(ranks: Any, folde
 @pytest.mark.parametrize("form", MODELS)
 def test_the_start_says_how_weights_are_read(form: str, folders: Path) -> None:
     architecture = ModelFiles(source=folders / form).architecture
-    assert check_weights(architecture, folders / form).describe().endswith(f", {MODELS[form][2]}")
+    assert check_weights(architecture, folders / form).describe().endswith(f" {MODELS[form][2]}")
