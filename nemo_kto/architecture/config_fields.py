@@ -110,7 +110,8 @@ QUANTIZED = {
     "mxfp4": "the experts of gpt-oss",
     "fp8": "e4m3, one scale per weight or block",
     "compressed-tensors": "pack-quantized: symmetric int4, one scale per row or group; float-quantized: e4m3, one scale per "
-    "weight, row or block",
+    "weight, row or block; nvfp4-pack-quantized: e2m1, one scale per group and one per weight",
+    "modelopt": "quant_algo FP8: e4m3, one scale per weight; NVFP4: e2m1, one scale per 16 values and one per weight",
 }
 
 
@@ -118,7 +119,7 @@ QUANTIZED = {
 class Quantization:
     """How the files of a model store quantized weights."""
 
-    method: str  # mxfp4, fp8 or int4
+    method: str  # mxfp4, nvfp4, fp8 or int4
     # rows and columns of a weight that have one scale; None for all
     block: tuple[int | None, int | None] = (None, None)
 
@@ -155,6 +156,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     method = str(settings.get("quant_method"))
     got = f"quant_method {printable(method, 60)!r}"
     if (algorithm := settings.get("quant_algo")) is not None:
+        if method in ("modelopt", "None") and (found := _modelopt(settings)) is not None:
+            return found
         got += f", quant_algo {printable(str(algorithm), 60)} of NVIDIA ModelOpt"
     elif "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
         got = f"{printable(str(settings['bits']), 60)} bits in groups of MLX"
@@ -176,6 +179,16 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     raise ValueError(f"{text}; start from the unquantized model")
 
 
+def _modelopt(settings: Mapping[str, Any]) -> Quantization | None:
+    """Return the scheme of a configuration of NVIDIA ModelOpt; None if it is another one, or differs between layers."""
+    schemes = {"FP8": Quantization(method="fp8"), "NVFP4": Quantization(method="nvfp4", block=(1, 16))}
+    parts = [group["weights"] for group in _groups(settings) if isinstance(group, dict) and "weights" in group]
+    sizes = [part.get("group_size") for part in (settings, *parts) if isinstance(part, dict)]
+    found = schemes.get(str(settings["quant_algo"]))
+    is_other = found is None or "quantized_layers" in settings or any(size not in (None, found.block[1]) for size in sizes)
+    return None if is_other else found
+
+
 def _groups(settings: Mapping[str, Any]) -> list[Any]:
     groups = settings.get("config_groups")
     return [*groups.values()] if isinstance(groups, dict) else []
@@ -188,7 +201,11 @@ def _is_block(size: object) -> bool:
 def _compressed(settings: Mapping[str, Any]) -> Quantization:
     """Return the scheme of a configuration of compressed-tensors; any exception means that it is another one."""
     name, found = settings["format"], set[Quantization]()
-    method, *kind = {"pack-quantized": ("int4", 4, "int", True), "float-quantized": ("fp8", 8, "float", True)}[name]
+    method, *kind = {
+        "pack-quantized": ("int4", 4, "int", True),
+        "float-quantized": ("fp8", 8, "float", True),
+        "nvfp4-pack-quantized": ("nvfp4", 4, "float", True),
+    }[name]
     for group in _groups(settings):
         weights = group["weights"]
         if [weights["num_bits"], weights["type"], weights["symmetric"]] != kind or (group.get("format") or name) != name:
@@ -199,9 +216,12 @@ def _compressed(settings: Mapping[str, Any]) -> Quantization:
             "tensor": [None, None],
             "channel": [1, None],
             "group": [1, weights.get("group_size")],
+            "tensor_group": [1, weights.get("group_size")],
             "block": weights.get("block_structure"),
         }[weights["strategy"]]
-        if weights["strategy"] in ("group", "block") and not _is_block(size):
+        if weights["strategy"] in ("group", "block", "tensor_group") and not _is_block(size):
+            raise ValueError
+        if (method == "nvfp4") != (weights["strategy"] == "tensor_group"):
             raise ValueError
         found.add(Quantization(method=method, block=tuple(size)))
     (quantization,) = found

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.architecture.config_fields import ModelFields, read_quantization
+from nemo_kto.architecture.config_fields import ModelFields, quantization_settings, read_quantization
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, ExpertFields, Family
 from nemo_kto.architecture.rope import rope_type
 from nemo_kto.errors import UserError, either, printable, show
@@ -31,7 +31,6 @@ LACKING = {
     "ssm_": "Mamba layers other than those of Nemotron-H and Granite 4",
     "moe_latent_size": "experts that process a projection of the hidden state",
     "routed_expert_hidden_size": "experts that process a projection of the hidden state",
-    "conv_L_cache": "short convolutions",
     "block_configs": "layers of different widths, some without attention",
     "swa_": "sliding-window layers whose heads differ from those of the other layers",
     "global_head_dim": "sliding-window layers whose heads differ from those of the other layers",
@@ -55,7 +54,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     if not os.path.exists(path):
         remedy = other_format_of(folder) or "download it or correct the path"
         raise UserError(f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; {remedy}")
-    config = read_json(path, remedy=_DOWNLOAD)
+    config = read_config(folder)
     try:
         family, text_config = _family(config)
         _check_model_type(config, family)  # before the fields, as another model may have others
@@ -74,14 +73,26 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     return fields, family
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json, with the description of quantized weights that ModelOpt writes in a file beside it.
+
+    Raises UserError if one of them is not a JSON object.
+    """
+    config, described = read_json(folder / CONFIG, remedy=_DOWNLOAD), folder / _MODELOPT
+    if quantization_settings(config) is not None or not described.exists():
+        return config
+    settings = read_json(described, remedy=_DOWNLOAD).get("quantization")
+    if not isinstance(settings, dict) or "quant_algo" not in settings:
+        raise UserError(f"{described}: quantization must be an object with quant_algo, got {show(settings)}; {_DOWNLOAD}")
+    return {**config, "quantization_config": settings}
+
+
 def other_format_of(folder: Path) -> str | None:
     """Return that a folder has weights in a form that is not read, with the remedy; None if no file shows this."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else [folder.name]
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
         return f"weights must be in safetensors files, got the GGUF file {printable(gguf[0], 80)}; start from such files"
-    if _MODELOPT in names:
-        return f"weights must not be quantized by NVIDIA ModelOpt, got {_MODELOPT}; start from the unquantized model"
     return None
 
 

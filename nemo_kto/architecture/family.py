@@ -55,6 +55,7 @@ class ExpertFields:
     correction: tuple[int, ...] = ()
     router_in_fp32: bool = True
     shared_gate: bool = True
+    added_sum: float = 0.0
     weighs_input: bool = False
     best_of_group: int = 2
 
@@ -77,6 +78,7 @@ class ExpertFields:
             chosen_groups=getattr(config, self.chosen_groups, 1) or 1,
             scale=getattr(config, self.scale, 1.0),
             least_sum=getattr(config, self.least_sum, 1e-20),
+            added_sum=self.added_sum,
             router_in_fp32=self.router_in_fp32,
             weighs_input=self.weighs_input,
             best_of_group=self.best_of_group,
@@ -152,7 +154,8 @@ class Family:
     # numeric attribute of ``Architecture`` -> field of the configuration, or a function of it
     numbers: Mapping[str, str | Callable[[PretrainedConfig], float]] = field(default_factory=dict)
     norm_epsilon: str = "rms_norm_eps"  # field of the configuration
-    # Linear layers that have other names than in Llama's files, with Llama's name for each, which LoRA's settings use.
+    # Linear layers that have other names than in Llama's files, if necessary with the name of the module around them, and
+    # the usual name for each, which LoRA's settings use.
     module_names: Mapping[str, str] = field(default_factory=dict)
     refused_by_peft: tuple[str, ...] = ()  # linear layers for which peft loads no adapters; "all" leaves them out
     activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
 from nemo_kto.architecture.segments import source_shapes, split_dimension
-from nemo_kto.mixers import GatedDeltaNet, LatentAttention, Mamba2, SoftmaxAttention
+from nemo_kto.mixers import GatedDeltaNet, LatentAttention, Mamba2, ShortConvolution, SoftmaxAttention
 from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Shape, Split
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
@@ -19,8 +19,8 @@ GATE_UP = "gate_up_proj"  # gate and up projection of families that have both in
 _OTHER_INPUTS, _OTHER_OUTPUTS = (
     tuple(dict.fromkeys(name for name in names if name not in _ATTENTION))
     for names in (
-        (*GatedDeltaNet.lora_inputs, *LatentAttention.lora_inputs, *Mamba2.lora_inputs),
-        (*GatedDeltaNet.lora_outputs, *LatentAttention.lora_outputs, *Mamba2.lora_outputs),
+        (*GatedDeltaNet.lora_inputs, *LatentAttention.lora_inputs, *Mamba2.lora_inputs, *ShortConvolution.lora_inputs),
+        (*GatedDeltaNet.lora_outputs, *LatentAttention.lora_outputs, *Mamba2.lora_outputs, *ShortConvolution.lora_outputs),
     )
 )
 OTHER_MIXERS = (*_OTHER_INPUTS, *_OTHER_OUTPUTS)
@@ -278,4 +278,4 @@ def hf_module(name: str) -> str:
     for suffix in (".weight", ".lora_A", ".lora_B", *ends):
         name = name.removesuffix(suffix)
     module = name.split(".")[-1]
-    return _USUAL_NAMES.get(module, module)
+    return _USUAL_NAMES.get(".".join(name.split(".")[-2:]), _USUAL_NAMES.get(module, module))

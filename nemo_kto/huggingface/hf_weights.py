@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_fields import Quantization, read_quantization
-from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.config_file import CONFIG, read_config
 from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.architecture.mappings import MTP_LAYERS
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
@@ -27,7 +27,7 @@ from nemo_kto.checkpoint.sharded_state import dtype_name
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.export_folder import write_together
-from nemo_kto.huggingface.quantized import StoredWeight, separate_experts, stored_weights
+from nemo_kto.huggingface.quantized import UNUSED_SCALES, StoredWeight, separate_experts, stored_weights
 from nemo_kto.huggingface.rank_weights import (
     Weight,
     differences,
@@ -47,7 +47,6 @@ from nemo_kto.model_files.safetensors_files import (
     is_our_model,
     write_shards,
 )
-from nemo_kto.utils.files import read_json
 
 _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers
 
@@ -89,11 +88,12 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     Raises UserError if weights are missing, unexpected or of another shape, or files cannot be read.
     """
     folder, family = Path(folder), architecture.family
-    quantization = read_quantization(read_json(folder / CONFIG))
+    quantization = read_quantization(read_config(folder))
     found = find_weights(folder, quantized=quantization is not None)
     stored, problems = stored_weights(found, quantization)
     prefixes = prefixes_of(found, family.prefixes)
     left_out = {"rotary tables": {name for name in stored if _UNUSED.search(name)}, "copy of the embedding": set[str]()}
+    left_out["unused scales"] = {name for name in found.keys() - stored.keys() if name.endswith(UNUSED_SCALES)}
     output = name_in_file(OUTPUT_WEIGHT, prefixes)
     if architecture.tied and output in stored and not has_own_output(folder, family.prefixes):
         left_out["copy of the embedding"].add(output)  # some files have a second copy of the embedding

@@ -130,20 +130,25 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
     dense = [mapping for mapping in adapted_mappings(architecture, settings) if not mapping.of_expert]
     # outside of the text model, some modules have the names of adapted ones
     outside = {"exclude_modules": f"(?!{re.escape(family.module_prefix)}).*"} if family.text_type else {}
-    family_names = {hf_module(name): name.split(".")[-2] for mapping in dense for name in mapping.hf_names}
-    modules = [module for module in adapted_modules(architecture, settings) if module in family_names]
+    names, of_dense = _own_names(architecture), {hf_module(name) for mapping in dense for name in mapping.hf_names}
+    modules = [module for module in adapted_modules(architecture, settings) if module in of_dense]
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": [family_names[module] for module in modules],
+        "target_modules": [names.get(module, module) for module in modules],
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,
         **outside,
         **mixture,
     }  # fmt: skip
+
+
+def _own_names(architecture: Architecture) -> dict[str, str]:
+    """Return the family's names of linear layers that settings call otherwise."""
+    return {usual: own for own, usual in architecture.family.module_names.items()}
 
 
 def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str, object]:
@@ -153,12 +158,13 @@ def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str,
     too, with twice the rank, and identifies them by parameter names. The other MLPs are given by parameter names as well,
     because module names would match the experts too.
     """
-    names: list[str] = []
+    own, names = _own_names(architecture), list[str]()
     for mapping in (mapping for mapping in adapted_mappings(architecture, settings) if ".mlp." in mapping.mcore_name):
         if not any(architecture.instances(mapping, range(architecture.num_layers))):
             continue
         if mapping.of_expert:
-            names.append("mlp.experts.down_proj" if len(mapping.hf_names) == 1 else f"mlp.experts.{JOINED}")
+            block = "feed_forward" if any(".feed_forward." in name for name in mapping.hf_names) else "mlp"
+            names.append(f"{block}.experts.{'down_proj' if len(mapping.hf_names) == 1 else JOINED}")
         else:
             adapted = [name for name in mapping.hf_names if hf_module(name) in settings.modules]
             names += [name.removeprefix("model.layers.{layer}.") for name in adapted]
@@ -167,7 +173,7 @@ def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str,
     if settings.layers is not None:
         names = [f"layers.{number - 1}.{name}" for number in settings.layers for name in names]
     return {
-        "target_modules": [module for module in settings.modules if module not in NEMO_TARGETS["mlp"]],
+        "target_modules": [own.get(module, module) for module in settings.modules if module not in NEMO_TARGETS["mlp"]],
         "target_parameters": names,
         "rank_pattern": {JOINED_PATTERN: 2 * settings.rank},
         "alpha_pattern": {JOINED_PATTERN: settings.alpha * (math.sqrt(2) if settings.rslora else 2)},

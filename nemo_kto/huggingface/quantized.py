@@ -1,4 +1,4 @@
-"""Weights as files store them: in one tensor, or quantized in MXFP4, fp8 or int4 with scales in further tensors.
+"""Weights as files store them: in one tensor, or quantized in MXFP4, NVFP4, fp8 or int4 with scales in further tensors.
 
 Only the part of a weight that is needed is read, with the scales of that part.
 """
@@ -26,10 +26,15 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _MXFP4_VALUES = 32  # that share a scale, two in a byte
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
 _SCALE_ENDS = ("_scale_inv", _SCALE)  # both are factors on the stored values
-_OF_ACTIVATIONS = ("activation_scale", "input_scale")  # in the place of "weight", beside fp8 weights; not needed
+# Scales of a whole weight in NVFP4, on those of its groups: a factor in files of ModelOpt, a divisor in compressed-tensors'.
+_FACTOR, _DIVISOR = "_scale_2", "_global_scale"
+# Scales of activations, in the place of "weight", and of a server's cache of keys and values; not needed.
+_OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_global_scale")
+_OF_CACHES = (".k_scale", ".v_scale")
+UNUSED_SCALES = (*_OF_ACTIVATIONS, *_OF_CACHES)
 # Matrices of an expert that the tensor of joined experts with this name has side by side.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_PER_WORD = 8  # int4 values in an int32, the first in the lowest bits
+_PER_WORD, _PER_BYTE = 8, 2  # int4 values in an int32, NVFP4 values in a byte; the first are in the lowest bits
 _OFFSET = 8  # stored values are unsigned
 
 
@@ -70,15 +75,22 @@ class StoredWeight:
             # the file has [..., out, in]
             packed = [part(end)[(*first, columns)] for end in (_BLOCKS, _SCALES)]
             return dequantize(*packed).mT[..., rows, :]
-        if self.quantization.method == "int4":
+        unpacked = {"int4": (_PER_WORD, unpack), "nvfp4": (_PER_BYTE, unpack_fp4)}.get(self.quantization.method)
+        stored = part(_PACKED if _PACKED in self.tensors else "")
+        if unpacked is not None:
+            per_item, unpack_items = unpacked
             start, stop, step = columns.indices(shape[-1])
-            words = part(_PACKED)[(*first, rows, slice(start // _PER_WORD, -(-stop // _PER_WORD)))]
-            values = unpack(words)[..., start % _PER_WORD :][..., : stop - start : step]
+            items = stored[(*first, rows, slice(start // per_item, -(-stop // per_item)))]
+            values = unpack_items(items)[..., start % per_item :][..., : stop - start : step]
         else:
-            values = part("")[where]
+            values = stored[where]
         end = next(end for end in _SCALE_ENDS if end in self.tensors)
-        is_single = math.prod(self.tensors[end].shape) == 1
+        is_single = _is_number(self.tensors[end])
         scales = part(end)[...].float().squeeze() if is_single else _scales(part(end), where, shape, self.quantization)
+        if _FACTOR in self.tensors:
+            scales = scales * part(_FACTOR)[...].float().squeeze()
+        elif _DIVISOR in self.tensors:
+            scales = scales / part(_DIVISOR)[...].float().squeeze()
         return values.float() * scales
 
 
@@ -135,6 +147,11 @@ def separate_experts(
     return found
 
 
+def _is_number(tensor: FileTensor | None) -> bool:
+    """Return whether there is a tensor of one value."""
+    return tensor is not None and math.prod(tensor.shape) == 1
+
+
 def _scales(part: Any, where: Where, shape: tuple[int, ...], quantization: Quantization) -> Tensor:
     """Return the scale of each value in a slice of a weight of this shape, of whose blocks each has one scale."""
     *first, rows, columns = where
@@ -151,11 +168,15 @@ def _blocks_of(where: slice | int, size: int, block: int | None) -> tuple[slice,
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantize MXFP4 blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    values = torch.tensor(_VALUES)[codes.long()]
-    exponents = scales.to(torch.int32)
+    values, exponents = unpack_fp4(blocks), scales.to(torch.int32)
     factors = torch.ldexp(torch.ones(scales.shape), exponents - _BIAS).masked_fill_(exponents == _NO_NUMBER, torch.nan)
     return (values * factors.unsqueeze(-1)).flatten(-2)
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """Return the values of the e2m1 numbers in bytes [..., bytes]: fp32 [..., 2 * bytes]."""
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return torch.tensor(_VALUES)[codes.long()]
 
 
 def unpack(words: Tensor) -> Tensor:
@@ -180,6 +201,7 @@ def stored_weights(
                 used |= {joined.name + end for end in joined.tensors}
                 base = joined.name.removesuffix("weight")
                 used |= {base + "_" * (not base.endswith(".")) + end for end in _OF_ACTIVATIONS}
+        used |= {name for name in found if name.endswith(_OF_CACHES)}
     for name in found.keys() - used:
         weights[name] = StoredWeight(name=name, tensors={"": found[name]}, shape=found[name].shape)
     return {name: weights[name] for name in sorted(weights)}, problems
@@ -211,7 +233,17 @@ def _int4(name: str, found: Mapping[str, FileTensor], quantization: Quantization
     return StoredWeight(name=base, tensors=tensors, shape=(*first, words * _PER_WORD), quantization=quantization)
 
 
-_JOINED = {"mxfp4": _mxfp4, "fp8": _fp8, "int4": _int4}
+def _nvfp4(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
+    base = name.removesuffix(_PACKED)
+    if found[name].dtype != UINT8 or (base != name and base in found):
+        return None
+    values, factor = ("", _FACTOR) if base == name else (_PACKED, _DIVISOR)
+    *first, packed = (1, *found[name].shape)
+    tensors = {end: found[base + end] for end in (values, _SCALE, factor) if base + end in found}
+    return StoredWeight(name=base, tensors=tensors, shape=(*first[1:], packed * _PER_BYTE), quantization=quantization)
+
+
+_JOINED = {"mxfp4": _mxfp4, "nvfp4": _nvfp4, "fp8": _fp8, "int4": _int4}
 
 
 def _problems(weight: StoredWeight) -> Iterator[str]:
@@ -228,9 +260,12 @@ def _problems(weight: StoredWeight) -> Iterator[str]:
         end = next((end for end in ends if end in weight.tensors), ends[0])
         height, width = block[0] or max(1, rows), block[1] or max(1, columns)
         shape: tuple[int, ...] = (*first[2:], -(-rows // height), -(-columns // width))
-        if block == (None, None) and end in weight.tensors and math.prod(weight.tensors[end].shape) == 1:
+        if block == (None, None) and _is_number(weight.tensors.get(end)):
             shape = weight.tensors[end].shape
-        wanted = {end: (shape, (*FLOATS, FP8_SCALE))}
+        wanted = {end: (shape, (FP8,) if method == "nvfp4" else (*FLOATS, FP8_SCALE))}
+        if method == "nvfp4":
+            factor = _DIVISOR if _PACKED in weight.tensors else _FACTOR
+            wanted[factor] = (weight.tensors[factor].shape if _is_number(weight.tensors.get(factor)) else (), tuple(FLOATS))
     for end, (shape, types) in wanted.items():
         tensor = weight.tensors.get(end)
         if tensor is None:

@@ -82,6 +82,7 @@ class Experts:
     chosen_groups: int = 1
     scale: float = 1.0  # factor on the weights of a token's experts
     least_sum: float = 1e-20  # of the scores by whose sum normalised weights are divided
+    added_sum: float = 0.0  # added to this sum
     router_in_fp32: bool = True  # logits are computed in fp32, else in the dtype of the model
     # The router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the expert's input
     # instead of its output. Only for one expert per token.

@@ -244,7 +244,8 @@ class CorrectedRouter(BalancedRouter):
         chosen_Tk = corrected_TE.topk(self.topk, dim=-1).indices
         weights_Tk = scores_TE.gather(-1, chosen_Tk)
         if experts.normalized:
-            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=experts.least_sum)
+            sum_T1 = weights_Tk.sum(dim=-1, keepdim=True).clamp(min=experts.least_sum)
+            weights_Tk = weights_Tk / (sum_T1 + experts.added_sum)
         weights_TE = torch.zeros_like(scores_TE).scatter(-1, chosen_Tk, weights_Tk * experts.scale)
         return weights_TE, torch.zeros_like(scores_TE, dtype=torch.bool).scatter(-1, chosen_Tk, True)
 

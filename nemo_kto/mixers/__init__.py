@@ -6,6 +6,7 @@ from nemo_kto.mixers.gated_delta_net import GatedDeltaNet
 from nemo_kto.mixers.mamba2 import Mamba2
 from nemo_kto.mixers.mixer import NO_MIXER, AttentionWindow, LinearLayer, NoMixer, Saving, SequenceMixer
 from nemo_kto.mixers.mla import LatentAttention
+from nemo_kto.mixers.short_convolution import ShortConvolution
 from nemo_kto.mixers.softmax_attention import SOFTMAX_ATTENTION, SoftmaxAttention
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "NoMixer",
     "Saving",
     "SequenceMixer",
+    "ShortConvolution",
     "SoftmaxAttention",
 ]

@@ -66,6 +66,7 @@ class GatedDeltaNet(SequenceMixer):
     kind: ClassVar[str] = "gated delta net"
     lora_inputs: ClassVar[tuple[str, ...]] = _INPUTS
     lora_outputs: ClassVar[tuple[str, ...]] = ("out_proj",)
+    deterministic: ClassVar[bool] = False
     padded_with_heads: ClassVar[tuple[str, ...]] = tuple(
         f"self_attention.{name}"
         for name in (

@@ -52,6 +52,7 @@ class Mamba2(SequenceMixer):
     kind: ClassVar[str] = "Mamba-2"
     lora_inputs: ClassVar[tuple[str, ...]] = ("in_proj",)
     lora_outputs: ClassVar[tuple[str, ...]] = ("out_proj",)
+    deterministic: ClassVar[bool] = False
     padded_with_heads: ClassVar[tuple[str, ...]] = tuple(
         f"self_attention.{name}"
         for name in (

@@ -199,6 +199,7 @@ class SequenceMixer(ABC):
     # Matrices that adapters can change, by their names in LoRA's settings: those before the mixing, and after it.
     lora_inputs: ClassVar[tuple[str, ...]]
     lora_outputs: ClassVar[tuple[str, ...]]
+    deterministic: ClassVar[bool] = True  # it has operations on GPUs whose results do not vary
     # Names of the layers' parameters that are padded with zero heads.
     padded_with_heads: ClassVar[tuple[str, ...]] = ()
 

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict
 
 from nemo_kto.architecture.config_fields import QUANTIZATION_FIELDS, quantization_settings
-from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.config_file import CONFIG, read_config
 from nemo_kto.architecture.families import ALIASES
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
@@ -113,9 +113,9 @@ def without_class(folder: Path) -> dict[str, Any] | None:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Return whether the config.json of a folder says that its weights are quantized; False if it cannot be read."""
+    """Return whether the configuration of a folder says that its weights are quantized; False if it cannot be read."""
     with contextlib.suppress(UserError):
-        return quantization_settings(read_json(folder / CONFIG)) is not None
+        return quantization_settings(read_config(folder)) is not None
     return False
 
 

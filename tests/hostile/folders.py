@@ -60,6 +60,17 @@ NEMOTRON: dict[str, Any] = {
     "ssm_state_size": 3,
     "conv_kernel": 4,
 }
+# a short convolution, attention with experts
+LFM: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "model_type": "lfm2_moe",
+    "layer_types": ["conv", "full_attention"],
+    "num_dense_layers": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
 # experts, after Mamba-2 and after attention
 GRANITE: dict[str, Any] = {
     **CONFIG,

@@ -19,6 +19,7 @@ from tests.helpers.messages import Message, assert_names, raises
 from tests.hostile.folders import (
     GONE,
     GRANITE,
+    LFM,
     NEMOTRON,
     Break,
     assert_harmless,
@@ -56,6 +57,10 @@ def nemotron(damage: Break) -> Break:
 
 def granite(damage: Break) -> Break:
     return both(made(GRANITE), damage)
+
+
+def lfm(damage: Break) -> Break:
+    return both(made(LFM), damage)
 
 
 # The damage, and the launcher's error: the end of the line, or a part of it.
@@ -115,6 +120,8 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "float", "x",
                 "correct"),
     ),
+    "an LFM2 without kinds of layers": (lfm(config(layer_types=None)), Message("layer_types", "each layer", "none", "add")),
+    "a convolution of one token": (lfm(config(conv_L_cache=1)), Message("conv_L_cache", "integer", "2", "1", "correct")),
     # Mamba-2
     "a pattern of fewer layers": (
         nemotron(config(hybrid_override_pattern="M*")),
@@ -265,6 +272,13 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
         Message(f"{MOE}.input_linear.weight", "[4, 24, 8]", "[3, 24, 8]")),
     "a shared expert of a Granite without its gate": (
         granite(shapes({f"{SHARED}.weight": (6, 8)})), Message(f"{SHARED}.weight", "[12, 8]", "[6, 8]")),
+    "an LFM2 with biases": (lfm(config(conv_bias=True)), Message("conv_bias", "false", "true", "choose")),
+    "an LFM2 whose router has no bias": (
+        lfm(config(use_expert_bias=False)), Message("use_expert_bias", "true", "false", "choose")),
+    "an LFM2 with another layer": (
+        lfm(config(layer_types=["conv", "mamba"])), Message("layer_types", "full_attention, conv", "linear_attention")),
+    "an LFM2 whose convolutions combine other tokens": (
+        lfm(config(conv_L_cache=4)), Message("layers.0.conv.conv.weight", "[8, 1, 4]", "[8, 1, 3]")),
     "rope without its numbers": (
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         Message("config.json")),  # a set, in any order

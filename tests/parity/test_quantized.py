@@ -1,4 +1,4 @@
-"""Files in fp8 and int4: the values that ranks read, logits of transformers with the same values, exports in floats."""
+"""Files in fp8, int4, NVFP4: the values that ranks read, logits of transformers with the same values, exports in floats."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "ignore": ["lm_head", "re:.*vision.*"],
         }
         for strategy in ("tensor", "channel", "block")
+    },
+    # as ModelOpt writes them: in config.json, or only in hf_quant_config.json
+    "modelopt-fp8": {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+    "modelopt-nvfp4": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "config_groups": {"group_0": {"weights": {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"}}},
+    },
+    "packed-nvfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"weights": {**INT4, "type": "float", "strategy": "tensor_group"}}},
     },
     "int4": {
         "quant_method": "compressed-tensors",
@@ -89,6 +102,38 @@ def int4(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
     return {"_packed": packed, "_scale": scale, "_shape": torch.tensor(values.shape)}, numbers * of_each
 
 
+def modelopt_fp8(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    stored, scale = values.to(torch.float8_e4m3fn), torch.rand((), generator=draw)
+    return {"": stored, "_scale": scale, "input": torch.ones(())}, stored.float() * scale
+
+
+def nvfp4(values: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Packed values, scales of groups of 16, one of the weight, and the products of the first two.
+
+    A number has, from the highest bit, a sign s, an exponent e of two bits, and a mantissa m of one: (-1)^s m / 2 for e = 0,
+    else (-1)^s 2^(e - 1) (1 + m / 2). The first of two numbers has the lower bits of their byte, as in NVFP4QTensor.
+    """
+    codes = torch.randint(0, 16, values.shape, generator=draw)
+    sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
+    size = torch.where(exponent == 0, mantissa / 2, 2.0 ** (exponent - 1) * (1 + mantissa / 2))
+    scale = (torch.rand(*values.shape[:-1], -(-values.size(-1) // GROUP), generator=draw) * 20).to(torch.float8_e4m3fn)
+    packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    of_each = scale.float().repeat_interleave(GROUP, -1)[..., : values.size(-1)]
+    return packed, scale, torch.rand((), generator=draw) * 0.02 + 0.001, of_each.double() * (1 - 2 * sign) * size
+
+
+def modelopt_nvfp4(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    packed, scale, factor, scaled = nvfp4(values, draw)
+    return {"": packed, "_scale": scale, "_scale_2": factor, "input": torch.ones(())}, scaled * factor.double()
+
+
+def packed_nvfp4(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    """As llm-compressor writes it: scales of groups are divided by that of the weight."""
+    packed, scale, factor, scaled = nvfp4(values, draw)
+    parts = {"_packed": packed, "_scale": scale, "_global_scale": 1 / factor.view(1), "input_global": torch.ones(1)}
+    return parts, scaled / parts["_global_scale"].double()
+
+
 FORMS: dict[str, Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]] = {
     "fp8-block": fp8_block,
     "fp8-tensor": fp8_tensor,
@@ -96,8 +141,14 @@ FORMS: dict[str, Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]] = {
     "float-channel": float_channel,
     "float-block": float_block,
     "int4": int4,
+    "modelopt-fp8": modelopt_fp8,
+    "modelopt-nvfp4": modelopt_nvfp4,
+    "packed-nvfp4": packed_nvfp4,
 }
-ENDS = ("", "_packed", "_scale", "_scale_inv", "_shape")  # of names; other parts have names of their own
+# of names; other parts have names of their own
+ENDS = ("", "_packed", "_scale", "_scale_inv", "_scale_2", "_global_scale", "_shape")
+# of NVFP4, whose two scales are multiplied in fp32
+ROUNDING = {form: 2e-7 if form.endswith("nvfp4") else 0.0 for form in FORMS}
 WHERE = [
     (slice(None), slice(None)),
     (slice(7, 31), slice(None)),
@@ -120,23 +171,28 @@ def test_slices_have_the_scales_of_their_values(form: str, experts: tuple[int, .
     draw = torch.Generator().manual_seed(2)
     parts, expected = FORMS[form](torch.randn(*experts, 41, 40, generator=draw), draw)
     save_file({f"x.weight{end}": part for end, part in parts.items() if end in ENDS}, tmp_path / "x.safetensors")
-    quantization = read_quantization({"quantization_config": CONFIGS[form]})
+    quantization = read_quantization({"quantization_config": CONFIGS[form].get("quantization", CONFIGS[form])})
     weights, problems = stored_weights(read_header(tmp_path / "x.safetensors", quantized=True)[0], quantization)
     assert (set(weights), problems) == ({"x.weight"}, [])
     assert weights["x.weight"].shape == expected.shape
     with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
         for where in WHERE:
             of_expert: tuple[slice | int, ...] = (*(2 for _ in experts), *where)
-            assert torch.equal(weights["x.weight"].read(lambda _: opened, of_expert), expected[of_expert]), where
-        assert torch.equal(weights["x.weight"].read(lambda _: opened), expected)
+            found = weights["x.weight"].read(lambda _: opened, of_expert)
+            torch.testing.assert_close(found, expected[of_expert].float(), rtol=ROUNDING[form], atol=0)
+        torch.testing.assert_close(weights["x.weight"].read(lambda _: opened), expected.float(), rtol=ROUNDING[form], atol=0)
 
 
 # A model in each form, the tensors that are quantized, and how the start of a run describes it.
 MODELS = {
     "fp8-block": ("qwen3", ("_proj.weight",), "dequantized from fp8 in blocks of 20 x 12"),
-    "fp8-tensor": ("gemma3-vision", ("_proj.weight", "fc1.weight"), "dequantized from fp8"),
+    "fp8-tensor": ("gemma3-vision", ("_proj.weight", "fc1.weight"), "left out (unused scales), dequantized from fp8"),
     # only the MLPs of the text model; attention and vision tower stay in bf16
-    "float-tensor": ("mistral3", (".mlp.gate_proj.weight", ".mlp.down_proj.weight"), "dequantized from fp8"),
+    "float-tensor": (
+        "mistral3",
+        (".mlp.gate_proj.weight", ".mlp.down_proj.weight"),
+        "4 left out (unused scales), dequantized from fp8",
+    ),
     "float-channel": ("glm4-moe", ("_proj.weight",), "dequantized from fp8 by rows"),
     # as llm-compressor writes experts that transformers joins: one by one
     "float-block": (
@@ -145,6 +201,17 @@ MODELS = {
         "dequantized from fp8 in blocks of 20 x 12",
     ),
     "int4": ("mixtral", ("w1.weight", "w2.weight", "w3.weight"), "dequantized from int4 in groups of 16"),
+    "modelopt-fp8": ("qwen2", ("_proj.weight",), "36 left out (unused scales), dequantized from fp8"),
+    "modelopt-nvfp4": (
+        "qwen3-moe",
+        ("gate_proj.weight", "down_proj.weight"),
+        "64 left out (unused scales), dequantized from nvfp4 in groups of 16",
+    ),
+    "packed-nvfp4": (
+        "qwen3-tied-bias",
+        ("_proj.weight",),
+        "28 left out (unused scales), dequantized from nvfp4 in groups of 16",
+    ),
 }
 
 
@@ -171,7 +238,10 @@ def quantize(form: str, folder: Path, plain: Path) -> None:
             if not weight.endswith(ends):
                 files[0][weight] = matrix
                 continue
-            parts, read[weight] = FORMS[form](matrix.float(), draw)
+            parts, exact = FORMS[form](matrix.float(), draw)
+            read[weight] = exact.float()
+            if form == "modelopt-fp8" and (cache := weight.rpartition("_proj.")[0][-1:]) in ("k", "v"):
+                files[0][f"{weight.removesuffix('weight')}{cache}_scale"] = torch.ones(())
             for end, part in parts.items():
                 stored = weight + end if end in ENDS else f"{weight.removesuffix('weight')}{end}_scale"
                 files[end not in ("", "_packed")][stored] = part.contiguous()
@@ -183,7 +253,10 @@ def quantize(form: str, folder: Path, plain: Path) -> None:
         save_file(tensors, folder / file, metadata={"format": "pt"})
     weight_map = {weight: file for file, tensors in zip(names, files, strict=True) for weight in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    hf_models.edit_config(folder, quantization_config=CONFIGS[form])
+    if "quantization" in CONFIGS[form]:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, **CONFIGS[form]}))
+    else:
+        hf_models.edit_config(folder, quantization_config=CONFIGS[form])
     save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -205,7 +278,8 @@ def test_logits_and_exports_are_those_of_the_dequantized_model(ranks: Any, folde
         wanted, found = hf_models.weights(folders / f"{form}-plain"), hf_models.weights(tmp_path / form)
         assert wanted.keys() == found.keys()
         for weight, values in wanted.items():
-            assert torch.equal(found[weight].float(), values), f"{form} {weight}"
+            torch.testing.assert_close(found[weight].float(), values, rtol=ROUNDING[form], atol=0, msg=f"{form} {weight}")
+        assert not (tmp_path / form / "hf_quant_config.json").exists()
         assert "quantization_config" not in json.loads((tmp_path / form / "config.json").read_text())
         hf_models.load_complete(tmp_path / form)
 
@@ -213,4 +287,4 @@ def test_logits_and_exports_are_those_of_the_dequantized_model(ranks: Any, folde
 @pytest.mark.parametrize("form", MODELS)
 def test_the_start_says_how_weights_are_read(form: str, folders: Path) -> None:
     architecture = ModelFiles(source=folders / form).architecture
-    assert check_weights(architecture, folders / form).describe().endswith(f", {MODELS[form][2]}")
+    assert check_weights(architecture, folders / form).describe().endswith(f" {MODELS[form][2]}")

@@ -408,7 +408,7 @@ def _deterministic_rules(run: ResolvedRun) -> Errors:
         if (value := os.environ.get(name)) is not None and value not in values:
             yield ConfigError(name, f"must be {either(values)} with {_DETERMINISTIC}=true, got {value}; unset it")
     # torch has no deterministic cumulative sum on GPUs; fla and mamba_ssm choose among kernels by timing
-    if any(mixer.divided_heads(run.architecture) for mixer in run.architecture.mixers):
+    if not all(mixer.deterministic for mixer in run.architecture.mixers):
         text = (
             f"must be false on a GPU for {run.architecture.family.name}, whose recurrent layers have no deterministic kernel"
         )

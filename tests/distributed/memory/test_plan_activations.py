@@ -97,7 +97,7 @@ def peak_of_backward(model: Path, lengths: tuple[int, ...]) -> tuple[float, floa
     saving = Activations(
         architecture=architecture, element_bytes=4, sequence_parallel=False, context_parallel=1, adapters=None, packed=True
     )
-    mixer = next(each for each in architecture.mixers if each.kind in ("Mamba-2", "gated delta net"))
+    mixer = next(each for each in architecture.mixers if each.kind in ("Mamba-2", "gated delta net", "short convolution"))
     return float(changes.cumsum(0).max()) / tokens, mixer.backward_bytes(saving)
 
 
@@ -106,7 +106,7 @@ def layers_of(model: Path) -> tuple[int, ...]:
     text = (model / "config.json").read_text()
     if "mamba" in text:
         return (4, 5, 6, 7)
-    return (1, 2) if "linear_attention" in text else (1,)
+    return (1, 2) if "linear_attention" in text or "conv_L" in text else (1,)
 
 
 def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
@@ -170,7 +170,7 @@ def test_saved_activations_equal_the_formula(ranks: RankPool, wide_model: Callab
 
 
 @pytest.mark.parametrize("lengths", [(256,) * 4, (100,) * 8], ids=["whole chunks", "padded chunks"])
-@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text", "lfm2"])
 def test_backward_passes_of_mixers_with_states_need_no_more_than_the_formula(
     ranks: RankPool, wide_model: Callable[[str], Path], family: str, lengths: tuple[int, ...]
 ) -> None:

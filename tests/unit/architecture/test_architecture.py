@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BartConfig, PretrainedConfig, T5Config
+from transformers import AutoConfig, BartConfig, PretrainedConfig, T5Config
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.families import FAMILIES
@@ -44,6 +45,28 @@ HUNYUAN = {**of("HunYuanMoEV1ForCausalLM"), "num_experts": 4, "moe_topk": 2}
 LLAMA4, SMOLLM3 = of("Llama4ForCausalLM"), of("SmolLM3ForCausalLM")
 
 
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({"block_ff_dim": 6656}, 4608),  # LFM2-350M
+        ({"intermediate_size": 6656}, 4608),
+        ({"intermediate_size": 8192, "block_ff_dim": 12288}, 8192),
+        ({"block_ff_dim": 10752, "block_auto_adjust_ff_dim": False}, 10752),  # LFM2-2.6B
+        ({"block_ff_dim": 96, "block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}, 90),
+        ({}, 8192),
+    ],
+)
+def test_mlp_width_of_lfm2(changes: dict[str, Any], width: int, tmp_path: Path) -> None:
+    """Two thirds of the field's, rounded up, as Lfm2MLP has it."""
+    given = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "full_attn_idxs": [1], "intermediate_size": None}
+    fields = {name: value for name, value in (BASE | given | changes).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    read = read_architecture(tmp_path, tensor_parallel=1)
+    assert read.ffn_hidden_size == width
+    assert Lfm2MLP(AutoConfig.from_pretrained(tmp_path)).w1.out_features == width
+    assert [mixer.kind for mixer in read.mixers] == ["short convolution", "softmax attention", "short convolution"]
+
+
 def test_routers(tmp_path: Path) -> None:
     """Two shared experts are one of double width; the layers without experts are the first, or outside of an interval."""
     given = {**ROUTED, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
@@ -56,6 +79,10 @@ def test_routers(tmp_path: Path) -> None:
     ernie = read_architecture(folder(tmp_path, **names, moe_num_experts=4, moe_k=2), tensor_parallel=1).experts
     assert ernie is not None
     assert (ernie.sigmoid, ernie.correction, ernie.least_sum, ernie.layers) == (False, (1, 4), 1e-12, (False, True, False))
+    lfm = {**of("Lfm2MoeForCausalLM"), "layer_types": ["conv"] * 3, "num_experts": 8, "num_dense_layers": 1}
+    liquid = read_architecture(folder(tmp_path, **lfm, moe_intermediate_size=16), tensor_parallel=1).experts
+    assert liquid is not None
+    assert (liquid.sigmoid, liquid.correction, liquid.added_sum, liquid.layers) == (True, (8,), 1e-6, (False, True, True))
     hunyuan = read_architecture(folder(tmp_path, **HUNYUAN, num_shared_expert=[1] * 3), tensor_parallel=1).experts
     assert hunyuan is not None
     assert (hunyuan.per_token, hunyuan.shared_ffn_hidden_size, hunyuan.shared_gate) == (2, 96, False)

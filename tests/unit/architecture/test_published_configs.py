@@ -39,11 +39,12 @@ REFUSED = {
     "*--Llama-3_3-Nemotron-Super-49B-v1": ("'DeciLMForCausalLM'", "not supported", "different widths", "choose"),
     "*--NVIDIA-Nemotron-3-Super-*": LATENT,
     "*--NVIDIA-Nemotron-3-Ultra-*": LATENT,
-    "*--Qwen3-32B-FP8-Static-PerTensor": ("quant_algo FP8", *MODELOPT),
-    "*--GLM-5.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
-    "*--Kimi-K2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
-    "*--MiniMax-M2.*-NVFP4": ("quant_algo NVFP4", *MODELOPT),
 }
+OTHER_MODELOPT: list[dict[str, Any]] = [
+    {"quant_algo": "W4A8_AWQ"},
+    {"quant_algo": "NVFP4", "group_size": 32},
+    {"quant_algo": "FP8", "quantized_layers": {}},
+]
 # Values of the wrong type, out of range, or of another meaning.
 WRONG = ["x", None, -1, 0, 0.5, 2, True, [], [1, "x"], {"a": [1]}, float("nan"), 10**30]
 GONE = object()
@@ -123,7 +124,7 @@ def test_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (("model.Q4_K_M.gguf",), None, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
         (("model.Q4_K_M.gguf",), {}, ("GGUF file model.Q4_K_M.gguf", "safetensors", "start from")),
-        (("hf_quant_config.json",), {}, ("ModelOpt", "hf_quant_config.json", "unquantized")),
+        (("hf_quant_config.json",), {}, ("hf_quant_config.json", "quantization", "quant_algo", "None", "download")),
         ((), {"quantization": {"group_size": 64, "bits": 4}}, ("got 4 bits in groups of MLX", "unquantized")),
         ((), {"quantization_config": {"group_size": 64, "bits": 8}}, ("got 8 bits in groups of MLX", "unquantized")),
         ((), {"compression_config": {"quant_method": "compressed-tensors", "format": "dense"}}, ("'dense'", "unquantized")),
@@ -132,6 +133,10 @@ def test_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             (),
             {"quantization_config": {"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}},
             ("MIXED_PRECISION", *MODELOPT),
+        ),
+        *(
+            ((), {"quantization_config": {"quant_method": "modelopt"} | settings}, ("of NVIDIA ModelOpt", "unquantized"))
+            for settings in OTHER_MODELOPT
         ),
     ],
 )

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers.models.lfm2_moe.configuration_lfm2_moe import Lfm2MoeConfig
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.layers.mlp import ClampedSwiGLU, GeGLU, SwiGLU, experts_span_copies
+from nemo_kto.layers.layer_settings import Experts
+from nemo_kto.layers.mlp import ClampedSwiGLU, CorrectedRouter, GeGLU, SwiGLU, experts_span_copies
 from nemo_kto.models.gpt import transformer_config
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -98,3 +102,22 @@ def test_experts_span_copies(tmp_path: Path, tensor: int, expert: int, expert_te
     degree: dict[str, Any] = {"expert_model_parallel_size": expert}
     config = transformer_config(architecture, use_te=False, grouped_experts=True, params_dtype=torch.float32, **degree)
     assert experts_span_copies(config) == spans
+
+
+def test_weights_of_unlikely_experts_of_lfm2_equal_transformers() -> None:
+    """Its 1e-6 in the denominator shows where all scores are small."""
+    config = Lfm2MoeConfig(hidden_size=4, num_experts=6, num_experts_per_tok=3, routed_scaling_factor=1.5)
+    theirs, bias_E = Lfm2MoeTopKRouter(config), torch.randn(6)
+    experts = Experts(
+        number=6, per_token=3, ffn_hidden_size=1, normalized=True, layers=(True,), sigmoid=True, scale=1.5,
+        added_sum=1e-6,
+    )  # fmt: skip
+    ours = SimpleNamespace(experts=experts, topk=3, correction_bias=bias_E)
+    ours._scores = MethodType(CorrectedRouter._scores, ours)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.randn(6, 4) - 30)
+        hidden_TH = torch.rand(5, 4)
+        logits_TE, weights_Tk, chosen_Tk = theirs(hidden_TH, bias_E)
+        found_TE, _ = CorrectedRouter._choose(ours, logits_TE)  # type: ignore[arg-type]
+    assert weights_Tk.sum(-1).max() < 1.4
+    torch.testing.assert_close(found_TE.gather(-1, chosen_Tk), weights_Tk, rtol=1e-6, atol=0)
