@@ -66,9 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not all(any(path.resolve().is_relative_to(folder) for folder in on_gpu) for path in named):
         device.force_cpu()
     # In the background or under nohup a shell ignores these, and so would every program that a test starts and ends.
-    for ending, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
-        if signal.getsignal(ending) == signal.SIG_IGN:
-            signal.signal(ending, handler)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.disable()
 
 
