@@ -55,6 +55,7 @@ class ExpertFields:
     router_in_fp32: bool = True
     shared_gate: bool = True
     weighs_input: bool = False
+    normed: bool = False
     best_of_group: int = 2
 
     def read(self, config: PretrainedConfig) -> Experts:
@@ -78,6 +79,7 @@ class ExpertFields:
             least_sum=getattr(config, self.least_sum, 1e-20),
             router_in_fp32=self.router_in_fp32,
             weighs_input=self.weighs_input,
+            normed=self.normed,
             best_of_group=self.best_of_group,
         )
 

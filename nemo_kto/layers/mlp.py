@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from nemo_kto.device import device
 from nemo_kto.layers.layer_settings import Experts
+from nemo_kto.layers.norm import TorchNorm, unit_norm
 
 
 class SwiGLU(MegatronModule):
@@ -273,6 +275,53 @@ class BiasedRouter(BalancedRouter):
         """Return the logits [..., E] for hidden states [..., H]."""
         logits: Tensor = super().gating(input) + self.logit_bias
         return logits
+
+
+class NormedRouter(BalancedRouter):
+    """Router of Gemma 4: its input is normalised and scaled by a vector, the weights of experts by a number for each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, size in {"scale": self.config.hidden_size, "per_expert_scale": self.num_experts}.items():
+            ones = torch.ones(size, dtype=self.config.params_dtype, device=device.current_device())
+            parameter: Any = torch.nn.Parameter(ones)
+            parameter.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum
+            self.register_parameter(name, parameter)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits [..., E] for hidden states [..., H]."""
+        normed = unit_norm(input, self.config.layernorm_epsilon) * self.scale * self.config.hidden_size**-0.5
+        logits: Tensor = super().gating(normed)
+        return logits
+
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        weights_TE, chosen_TE = super()._choose(logits_TE)
+        return weights_TE * self.per_expert_scale, chosen_TE
+
+
+def normed_experts(submodules: Any) -> type:
+    """Return the class of experts and a shared expert with norms before and after each, made of these submodules."""
+
+    class NormedExperts(MoELayer):  # type: ignore[misc]
+        """norm(experts(norm(x))) + norm(shared(norm(x)))."""
+
+        def __init__(self, *, config: TransformerConfig, **kwargs: Any) -> None:
+            super().__init__(config, submodules, **kwargs)
+            for name in ("pre_shared", "post_shared", "pre_experts", "post_experts"):
+                norm = TorchNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+                self.add_module(f"{name}_layernorm", norm)
+
+        def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
+            output = super().shared_experts_compute(self.pre_shared_layernorm(hidden_states))
+            return self.post_shared_layernorm(output)  # type: ignore[no-any-return]
+
+        def preprocess(self, hidden_states: Tensor, *routing: Tensor) -> tuple[Tensor, Tensor]:
+            return super().preprocess(self.pre_experts_layernorm(hidden_states), *routing)  # type: ignore[no-any-return]
+
+        def postprocess(self, output: Tensor, shared_expert_output: Tensor) -> Tensor:
+            return self.post_experts_layernorm(super().postprocess(output, None)) + shared_expert_output  # type: ignore[no-any-return]
+
+    return NormedExperts
 
 
 def experts_span_copies(config: TransformerConfig) -> bool:
