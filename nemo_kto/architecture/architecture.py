@@ -67,6 +67,7 @@ class Architecture(ModelSizes):
         }
         for mixer in dict.fromkeys(self.mixers):
             features |= mixer.unsupported_by_te(self)
+        features |= {"an activation other than SiLU": self.activation != "silu"}
         features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
         return tuple(feature for feature, has in features.items() if has)
 

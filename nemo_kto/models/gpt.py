@@ -33,6 +33,7 @@ from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel, use
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, packed_attention
 from nemo_kto.layers.mlp import (
+    XIELU,
     BalancedRouter,
     BiasedExpertOutput,
     BiasedRouter,
@@ -224,7 +225,9 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
         layer.params = {**layer.params, "scaled": architecture.scaled_layers}
     if architecture.parallel:
         layer.module = ParallelLayer
-    activation: type | ModuleSpec = {"silu": SwiGLU, "relu2": SquaredReLU}.get(architecture.activation, GeGLU)
+    activation: type | ModuleSpec = {"silu": SwiGLU, "relu2": SquaredReLU, "xielu": XIELU}.get(
+        architecture.activation, GeGLU
+    )
     if architecture.swiglu_limit is not None:
         settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}
         activation = ModuleSpec(module=ClampedSwiGLU, params=settings)

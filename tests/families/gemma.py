@@ -1,4 +1,4 @@
-"""Gemma 2, 3 and 4."""
+"""Gemma 1 to 4."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ GEMMA4: dict[str, Any] = {
 EXPERTS4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
 TESTS = FamilyTests(
     tiny={
+        "gemma": {"head_dim": 16, "hidden_act": "gelu"},
         "gemma2": {
             "head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
         },
@@ -40,6 +41,10 @@ TESTS = FamilyTests(
         "gemma4_text": {**GEMMA4, "global_head_dim": 32, "sliding_window": 16},
     },
     models={
+        "gemma1": Model(
+            "gemma", {"rope_parameters": rope(1e5), "head_dim": 16, "hidden_act": "gelu", **NO_TOKENS}, quick=True,
+            lora=adapters("all"),
+        ),
         # caps that the scores and logits of these weights reach, and a window in every second layer
         "gemma2": Model(
             "gemma2", {
@@ -88,6 +93,7 @@ TESTS = FamilyTests(
         ),
     },
     gradients={
+        "gemma1": KTOStep("gemma", quick=("tp2",)),
         "gemma2": KTOStep("gemma2", quick=("tp2",)),
         "gemma4-dense": KTOStep("gemma4_text", quick=("tp2",)),
         "gemma4-experts": KTOStep("gemma4_text", EXPERTS4, layouts=(
@@ -95,6 +101,7 @@ TESTS = FamilyTests(
         )),
     },
     shared_prompts={
+        "zero_centered_norms": SharedPrompts("gemma", limits=PACKED),
         "windows_and_soft_caps": SharedPrompts("gemma2"),
         "windows": SharedPrompts("gemma3_text"),
         "wide_heads": SharedPrompts("gemma4_text", quick=True),
@@ -103,6 +110,7 @@ TESTS = FamilyTests(
     # several groups on a rank, and windows that mask nothing
     wide={"gemma4_text": {**EXPERTS4, "moe_intermediate_size": 160, "num_global_key_value_heads": 4, "sliding_window": 128}},
     activations=[
+        Activations("gemma", TP2),
         Activations("gemma3_text", {"tensor": 2}, lora=adapters("all", rank=4), quick=True),
         Activations("gemma2", TP2, dtype="bfloat16", lora=adapters("all", rank=4)),
         Activations("gemma4_text"),

@@ -1,4 +1,4 @@
-"""Gemma 2, 3 and 4."""
+"""Gemma 1 to 4."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ class GemmaFields(ModelFields):
     query_pre_attn_scalar: Positive = ABSENT
 
 
+def _with_tanh(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with the activation that older files name gelu."""
+    return {**config, "hidden_act": "gelu_pytorch_tanh"} if config.get("hidden_act") == "gelu" else dict(config)
+
+
+_BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+GEMMA = Family(
+    name="gemma",
+    hf_architecture="GemmaForCausalLM",
+    published="Gemma 2B, 7B, CodeGemma",
+    mappings=DENSE,
+    flags={**_BIASES, "zero_centered_norm": True, "scaled_embedding": True},
+    activation=("hidden_act", "gelu_pytorch_tanh"),
+    own_head_dim=True,
+    renewed=_with_tanh,
+)
 _NORMS = {"pre_mlp_layernorm.weight": {"pre_feedforward_layernorm.weight": ("hidden",)}}
 # norms before and after attention and MLP, soft caps on scores and logits, a sliding window in every second layer
 GEMMA2 = Family(
@@ -33,13 +49,7 @@ GEMMA2 = Family(
     published="Gemma 2",
     mappings=POST_NORMS + renamed(DENSE, _NORMS),
     fields=GemmaFields,
-    flags={
-        "qkv_bias": "attention_bias",
-        "output_bias": "attention_bias",
-        "post_norm": True,
-        "zero_centered_norm": True,
-        "scaled_embedding": True,
-    },
+    flags={**GEMMA.flags, "post_norm": True},
     numbers={
         "query_pre_attn_scalar": "query_pre_attn_scalar",
         "attention_softcap": "attn_logit_softcapping",
