@@ -40,6 +40,7 @@ class Architecture(ModelSizes):
     expert_bias: bool = False  # the projections of the experts have biases, and so has the router
     pre_norm: bool = True  # the inputs of attention and MLP are normalised
     post_norm: bool = False  # the outputs of attention and MLP are normalised
+    scaled_layers: bool = False  # the output of each layer is multiplied by a number of its own
     layer_norm: bool = False  # norms are layer norms without a bias, which subtract the mean, instead of RMS norms
     parallel: bool = False  # attention and MLP of a layer have the same normalised input; both outputs are added to it
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
@@ -66,6 +67,7 @@ class Architecture(ModelSizes):
         }
         for mixer in dict.fromkeys(self.mixers):
             features |= mixer.unsupported_by_te(self)
+        features |= {"an activation other than SiLU": self.activation != "silu"}
         features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
         return tuple(feature for feature, has in features.items() if has)
 
@@ -77,7 +79,9 @@ class Architecture(ModelSizes):
     @property
     def norms(self) -> int:
         """Number of norms of a hidden state in a layer."""
-        return 1 if self.parallel or self.family.one_part else 2 * (self.pre_norm + self.post_norm)
+        if self.parallel or self.family.one_part:
+            return 1
+        return 2 * (self.pre_norm + self.post_norm) + 3 * (self.experts is not None and self.experts.normed)
 
     @property
     def activation(self) -> str:
@@ -228,7 +232,10 @@ def _architecture(
                 f"mlp_bias=true with {family.flags[bias]}=false is not supported: megatron-core adds the biases of the MLP "
                 "only together with those of attention; choose another model"
             )
-    numbers: dict[str, Any] = {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads}
+    # layers without a window may have other heads than those with one
+    kinds = ("sliding_attention", "full_attention")
+    windowed, full = [config.per_layer_config[kind] for kind in kinds] if config.is_heterogeneous else (config, config)
+    numbers: dict[str, Any] = {"head_dim": getattr(windowed, "head_dim", None) or config.hidden_size // heads}
     numbers |= {
         name: getattr(config, source) if isinstance(source, str) else source(config)
         for name, source in family.numbers.items()
@@ -236,7 +243,7 @@ def _architecture(
     rotates, values = family.rotates(config), config.to_dict()
     ropes = [Rope(frequencies=())]
     if any(rotates):
-        ropes = [read_rope(family.rope(values, "full_attention"), partial=family.partial_rotary)]
+        ropes = [read_rope(family.rope(full.to_dict(), "full_attention"), partial=family.partial_rotary)]
     if family.local_rope:
         ropes.append(read_rope(family.rope(values, "sliding_attention")))
     # An attention factor can be part of the softmax scale only if all layers are alike, because the scale is the same in
@@ -249,7 +256,7 @@ def _architecture(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
-        num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
+        num_query_groups=getattr(windowed, "num_key_value_heads", None) or heads,
         ffn_hidden_size=getattr(config, family.dense_width),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,

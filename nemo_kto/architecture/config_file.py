@@ -200,8 +200,9 @@ def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], fami
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(cap) is not None and cap not in family.numbers.values():
             raise ValueError(f"{cap} must be null for {family.name}, got {config[cap]}; choose another model")
-    if config.get("use_bidirectional_attention"):
-        message = "use_bidirectional_attention must be false, got true: only causal attention is supported"
+    if both := config.get("use_bidirectional_attention"):
+        got = str(both).lower()
+        message = f"use_bidirectional_attention must be false, got {got}: only causal attention is supported"
         raise ValueError(f"{message}; choose another model")
 
 

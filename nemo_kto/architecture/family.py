@@ -57,6 +57,7 @@ class ExpertFields:
     shared_gate: bool = True
     added_sum: float = 0.0
     weighs_input: bool = False
+    normed: bool = False
     best_of_group: int = 2
 
     def read(self, config: PretrainedConfig) -> Experts:
@@ -81,6 +82,7 @@ class ExpertFields:
             added_sum=self.added_sum,
             router_in_fp32=self.router_in_fp32,
             weighs_input=self.weighs_input,
+            normed=self.normed,
             best_of_group=self.best_of_group,
         )
 

@@ -139,9 +139,9 @@ def joined_experts(block: str, split: Split, *, biases: bool = False) -> Mapping
 JOINED: Mappings = tuple(replace(each, transposed=False) for each in joined_experts("mlp", Split.GATED)[1:])
 
 
-def shared_expert(block: str, name: str = "shared_expert") -> Mappings:
-    """Return the mappings of a layer's shared expert, or of several that are stored as one."""
-    shared, wide = f"{block}.{name}.", ("shared_ffn", "hidden")
+def shared_expert(block: str) -> Mappings:
+    """Return the mappings of a layer's shared expert, or of several that are stored as one, by its name in the file."""
+    shared, wide = f"{block}.", ("shared_ffn", "hidden")
     fc1, fc2 = "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"
     return (
         sparse(fc1, {f"{shared}{part}_proj.weight": wide for part in ("gate", "up")}, Split.GATED),

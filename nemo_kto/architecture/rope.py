@@ -21,10 +21,16 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "dynamic": ("factor", "max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _ORIGINAL = "original_max_position_embeddings"
-_OPTIONAL = {"yarn": (*_YARN, _ORIGINAL), "dynamic": ("alpha",), "longrope": ("attention_factor", "factor")}
+_OPTIONAL = {
+    "proportional": ("factor",),
+    "yarn": (*_YARN, _ORIGINAL),
+    "dynamic": ("alpha",),
+    "longrope": ("attention_factor", "factor"),
+}
 
 
 def settings_of_type(kind: object) -> set[str]:

@@ -115,6 +115,7 @@ class TorchAttention(MegatronModule):
         norm_after_rope: bool = False,  # normalise queries and keys after RoPE, each head by its root mean square
         qk_norm_after_rope: bool = False,  # the same with trained weights
         temperature: TemperatureTable | None = None,  # scaling of the queries
+        value_norm: bool = False,  # normalise values, each head by its root mean square
     ) -> None:
         super().__init__(config=config)
         required = {"apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "softmax_type": "vanilla"}
@@ -138,6 +139,7 @@ class TorchAttention(MegatronModule):
             rope = local_rope or rope
         self.rope = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rope
         self.norm_epsilon = config.layernorm_epsilon if norm_after_rope else None
+        self.value_norm_epsilon = config.layernorm_epsilon if value_norm else None
         self.q_layernorm: torch.nn.Module | None = None
         self.k_layernorm: torch.nn.Module | None = None
         if qk_norm_after_rope:
@@ -194,6 +196,8 @@ class TorchAttention(MegatronModule):
             raise ValueError("attention_bias must be None; torch's attention takes no bias on the scores")
         if attn_mask_type not in (None, AttnMaskType.causal):
             raise ValueError(f"attn_mask_type must be causal, got {attn_mask_type.name}")
+        if self.value_norm_epsilon is not None:
+            value = unit_norm(value, self.value_norm_epsilon)
         if packed_seq_params is None:
             return self._attend(query, key, value, None)
         if packed_seq_params.prompts is not None and self.context is not None:

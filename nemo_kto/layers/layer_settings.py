@@ -87,6 +87,8 @@ class Experts:
     # The router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the expert's input
     # instead of its output. Only for one expert per token.
     weighs_input: bool = False
+    # Router, experts and shared expert have norms of their own: ``layers.mlp.NormedExperts``.
+    normed: bool = False
 
     @property
     def has_own_router(self) -> bool:

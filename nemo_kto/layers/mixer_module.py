@@ -9,7 +9,7 @@ of a rank's heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,7 @@ class MixerModule(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, *, mixer: MixerSettings, **settings: Any) -> None:
         super().__init__(config=config)
         self.layer_number, self.mixer = layer_number, mixer
+        self._recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         mixer.build(self, **settings)
 
     def forward(
@@ -58,6 +59,13 @@ class MixerModule(MegatronModule):
     ) -> tuple[Tensor, None]:
         """Mix [sequence, batch, hidden], of packed sequences with batch 1. No token takes in values of later ones."""
         return self.mixer.mix(self, hidden_states, packed_seq_params), None
+
+    def attend(self, attention: Callable[..., Tensor], *inputs: object, **options: Any) -> Tensor:
+        """Call a function that contains the core attention, with recomputation if the run has it for core attention."""
+        if self._recomputes:
+            options |= {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+            return checkpoint(attention, *inputs, **options)  # type: ignore[no-any-return]
+        return attention(*inputs, **options)
 
 
 class RecurrentSettings(Protocol):

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,6 +20,9 @@ from torch import Tensor
 
 from nemo_kto.device import device
 from nemo_kto.layers.layer_settings import Experts
+from nemo_kto.layers.norm import TorchNorm, unit_norm
+
+_XIELU_EPSILON = -1e-6
 
 
 class SwiGLU(MegatronModule):
@@ -70,6 +75,46 @@ class SquaredReLU(MegatronModule):
 
     def forward(self, values: Tensor) -> Tensor:
         return F.relu(values).square()
+
+
+class XIELU(MegatronModule):
+    """xIELU (arXiv 2411.13010, section 4): a x^2 + x / 2 for x > 0, else c (exp(min(x, -1e-6)) - 1 - x) + x / 2.
+
+    a = softplus(alpha_p) and c = 1 / 2 + softplus(alpha_n) are trained.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        for name in ("alpha_p", "alpha_n"):
+            zero = torch.zeros(1, dtype=config.params_dtype, device=device.current_device())
+            self.register_parameter(name, torch.nn.Parameter(zero))
+
+    def forward(self, values: Tensor) -> Tensor:
+        # each tensor-parallel rank has some columns, over which the gradients of both numbers are sums
+        alphas = (F.softplus(copy_to_tensor_model_parallel_region(each)) for each in (self.alpha_p, self.alpha_n))
+        activated: Tensor = _XIELU.apply(values, *alphas)  # type: ignore[no-untyped-call]
+        return activated
+
+
+class _XIELU(torch.autograd.Function):
+    """Saves its input only."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, a: Tensor, c: Tensor) -> Tensor:
+        ctx.save_for_backward(values, a, c)
+        negative = (torch.expm1(values.clamp(max=_XIELU_EPSILON)) - values) * (0.5 + c)
+        return torch.where(values > 0, a * values * values, negative).add_(values, alpha=0.5)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values, a, c = ctx.saved_tensors
+        grad, positive = grads[0], values > 0
+        exponential = torch.expm1(values.clamp(max=_XIELU_EPSILON))
+        a_grad = (grad * values * values).masked_fill_(~positive, 0).sum(dtype=torch.float32)
+        c_grad = (grad * (exponential - values)).masked_fill_(positive, 0).sum(dtype=torch.float32)
+        slope = torch.where(values < _XIELU_EPSILON, exponential, -1.0) * (0.5 + c)
+        slope = torch.where(positive, 2 * a * values, slope).add_(0.5)
+        return slope.mul_(grad), a_grad.to(a.dtype).view(1), c_grad.to(c.dtype).view(1)
 
 
 class ClampedSwiGLU(MegatronModule):
@@ -274,6 +319,53 @@ class BiasedRouter(BalancedRouter):
         """Return the logits [..., E] for hidden states [..., H]."""
         logits: Tensor = super().gating(input) + self.logit_bias
         return logits
+
+
+class NormedRouter(BalancedRouter):
+    """Router of Gemma 4: its input is normalised and scaled by a vector, the weights of experts by a number for each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, size in {"scale": self.config.hidden_size, "per_expert_scale": self.num_experts}.items():
+            ones = torch.ones(size, dtype=self.config.params_dtype, device=device.current_device())
+            parameter: Any = torch.nn.Parameter(ones)
+            parameter.sequence_parallel = self.config.sequence_parallel  # its gradient is a partial sum
+            self.register_parameter(name, parameter)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits [..., E] for hidden states [..., H]."""
+        normed = unit_norm(input, self.config.layernorm_epsilon) * self.scale * self.config.hidden_size**-0.5
+        logits: Tensor = super().gating(normed)
+        return logits
+
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        weights_TE, chosen_TE = super()._choose(logits_TE)
+        return weights_TE * self.per_expert_scale, chosen_TE
+
+
+def normed_experts(submodules: Any) -> type:
+    """Return the class of experts and a shared expert with norms before and after each, made of these submodules."""
+
+    class NormedExperts(MoELayer):  # type: ignore[misc]
+        """norm(experts(norm(x))) + norm(shared(norm(x)))."""
+
+        def __init__(self, *, config: TransformerConfig, **kwargs: Any) -> None:
+            super().__init__(config, submodules, **kwargs)
+            for name in ("pre_shared", "post_shared", "pre_experts", "post_experts"):
+                norm = TorchNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+                self.add_module(f"{name}_layernorm", norm)
+
+        def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
+            output = super().shared_experts_compute(self.pre_shared_layernorm(hidden_states))
+            return self.post_shared_layernorm(output)  # type: ignore[no-any-return]
+
+        def preprocess(self, hidden_states: Tensor, *routing: Tensor) -> tuple[Tensor, Tensor]:
+            return super().preprocess(self.pre_experts_layernorm(hidden_states), *routing)  # type: ignore[no-any-return]
+
+        def postprocess(self, output: Tensor, shared_expert_output: Tensor) -> Tensor:
+            return self.post_experts_layernorm(super().postprocess(output, None)) + shared_expert_output  # type: ignore[no-any-return]
+
+    return NormedExperts
 
 
 def experts_span_copies(config: TransformerConfig) -> bool:

@@ -176,17 +176,27 @@ def _without_dropout(combine: Combine) -> Callable[[bool, bool], Callable[[Outpu
 
 
 class PostNormLayer(_CombiningLayer):
-    """Layer that normalises the outputs of attention and MLP before adding them."""
+    """Layer that normalises the outputs of attention and MLP before adding them.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    With ``scaled``, the sum is multiplied by a number of the layer, which is never trained.
+    """
+
+    def __init__(self, *args: Any, scaled: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         sizes = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
         self.post_attention_layernorm = TorchNorm(config=self.config, **sizes)
         self.post_mlp_layernorm = TorchNorm(config=self.config, **sizes)
         self._combine(
             lambda output, residual: residual + self.post_attention_layernorm(output),
-            lambda output, residual: residual + self.post_mlp_layernorm(output),
+            lambda output, residual: self._scale(residual + self.post_mlp_layernorm(output)),
         )
+        self.layer_scalar: torch.nn.Parameter | None = None
+        if scaled:
+            one = torch.ones(1, dtype=torch.float32, device=device.current_device())
+            self.layer_scalar = torch.nn.Parameter(one, requires_grad=False)
+
+    def _scale(self, hidden_sbH: Tensor) -> Tensor:
+        return hidden_sbH if self.layer_scalar is None else hidden_sbH * self.layer_scalar.to(hidden_sbH.dtype)
 
 
 class ScaledResidualLayer(_CombiningLayer):

@@ -153,7 +153,11 @@ class Activations(Saving):
         of_router = _EXPERT_BYTES * experts.number + _CHOICE_BYTES * experts.per_token
         if shared := self._shared_ffn():
             saved += (self._inputs() + keeps_product) * shared + hidden * experts.shared_gate
-        return self.element_bytes * saved + of_router * hidden / self.architecture.hidden_size
+        of_norm = 0.0
+        if experts.normed:  # the router's input in fp32, in fp32 that of the other norms; normalised; scaled
+            of_norm = FP32 * hidden * (1 if self.element_bytes < FP32 else -1)
+            of_norm += self.element_bytes * hidden * (1 + (self.adapters is None))
+        return self.element_bytes * saved + of_norm + of_router * hidden / self.architecture.hidden_size
 
     def _dense_mlp(self) -> float:
         ffn = self._ffn()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_kto.mixers.gated_delta_net import GatedDeltaNet
+from nemo_kto.mixers.global_attention import GlobalAttention
 from nemo_kto.mixers.mamba2 import Mamba2
 from nemo_kto.mixers.mixer import NO_MIXER, AttentionWindow, LinearLayer, NoMixer, Saving, SequenceMixer
 from nemo_kto.mixers.mla import LatentAttention
@@ -14,6 +15,7 @@ __all__ = [
     "SOFTMAX_ATTENTION",
     "AttentionWindow",
     "GatedDeltaNet",
+    "GlobalAttention",
     "LatentAttention",
     "LinearLayer",
     "Mamba2",

@@ -60,6 +60,7 @@ class ModelSizes(ABC):
     sinks: bool = False  # each head has an additional learned score in its softmax, to which no value belongs
     qk_norm: bool = False  # queries and keys are normalised, each head separately unless ``all_heads_norm`` is set
     all_heads_norm: bool = False  # the norm of ``qk_norm`` is taken over all heads of a token together
+    value_norm: bool = False  # values are normalised, each head separately and without weights
     qk_norm_after_rope: bool = False  # the norm of ``qk_norm`` follows the rotation
     zero_centered_norm: bool = False  # norms scale by 1 + weight
     attention_softcap: float | None = None  # scores become c tanh(score / c) with this c; None for no cap

@@ -252,12 +252,10 @@ class LatentAttention(SequenceMixer):
         module.linear_proj = RowParallelLinear(
             heads * self.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, **linear
         )
-        module.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def mix(self, module: MixerModule, hidden_sbH: Tensor, packed: PackedSequences | None) -> Tensor:
         """Attend over [sequence, batch, hidden], of packed sequences with batch 1."""
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-        from torch.utils.checkpoint import checkpoint
 
         if self.query_rank is None:
             queries = module.linear_q_proj(hidden_sbH)[0]
@@ -275,12 +273,7 @@ class LatentAttention(SequenceMixer):
         key, value = _split(keys_values, self.plain_dim, self.value_dim)
         query = torch.cat((query, module.core_attention.rotate(module.rope, query_rope, packed)), -1)
         key = torch.cat((key, key_rope.expand(-1, -1, key.size(2), -1)), -1)
-        inputs = module.core_attention, query, key, value, packed
-        if module.recomputes_core:
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-            mixed_sbX = checkpoint(self._attend, *inputs, **options)
-        else:
-            mixed_sbX = self._attend(*inputs)
+        mixed_sbX = module.attend(self._attend, module.core_attention, query, key, value, packed)
         output: Tensor = module.linear_proj(mixed_sbX)[0]
         return output
 

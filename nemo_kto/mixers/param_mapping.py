@@ -72,6 +72,6 @@ class ParamMapping:
         return self.of_expert and not any("{expert}" in name for name in self.hf_names)
 
 
-def replicated(mcore_name: str, hf_name: str, *shape: str) -> ParamMapping:
+def replicated(mcore_name: str, hf_name: str, *shape: str | int) -> ParamMapping:
     """Return the mapping of a weight in each layer that every rank holds; the names are those below the layer."""
     return ParamMapping(mcore_name=MCORE + mcore_name, hf_names={HF + hf_name: shape}, split=Split.REPLICATED)

@@ -86,6 +86,7 @@ class SoftmaxAttention(SequenceMixer):
             "attention in chunks": architecture.family.chunked and any(architecture.windows),
             "interleaved RoPE": architecture.family.interleaved_rotary,
             "query and key norms after RoPE": architecture.rotated_norm or architecture.qk_norm_after_rope,
+            "norms of values": architecture.value_norm,
             "attention temperature scaling": architecture.temperature is not None,
             "gated attention": architecture.output_gate,
             f"heads whose size is not a multiple of {HEAD_MULTIPLE}": architecture.head_dim % HEAD_MULTIPLE > 0,
@@ -144,6 +145,10 @@ class SoftmaxAttention(SequenceMixer):
             saved += (saving.element_bytes * (1 + saving.keeps_input("o_proj")) + FP32) * query
         if core and architecture.rotated_norm:  # the input of the norm in fp32, and the root mean square of each head
             saved += rotating * FP32 * (query + key_value + heads)
+        if core and architecture.value_norm:  # the output of the norm, its input in fp32, the root mean square of each head
+            is_copied = saving.element_bytes < FP32
+            saved += (saving.element_bytes + FP32 * is_copied) * key_value + FP32 * key_value / architecture.head_dim
+            saved -= saving.element_bytes * (query + 2 * key_value) * norms_copy(saving)
         if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
             saved += saving.element_bytes * query + 2 * FP32
         elif architecture.qk_norm:
@@ -154,9 +159,9 @@ class SoftmaxAttention(SequenceMixer):
 
     def table_bytes(self, saving: Saving) -> int:
         """Return the bytes per position of the RoPE tables: cosines, and half as many sines."""
-        tables = 1 if saving.architecture.local_rope is None else 2
-        element_bytes = FP32 if saving.architecture.family.interleaved_rotary else saving.element_bytes
-        return tables * 3 * element_bytes * len(saving.architecture.rope.frequencies)
+        architecture = saving.architecture
+        pairs = sum(len(rope.frequencies) for rope in (architecture.rope, architecture.local_rope) if rope is not None)
+        return 3 * (FP32 if architecture.family.interleaved_rotary else saving.element_bytes) * pairs
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of the scores of a block of queries in fp32, their gradients and two more tensors."""
@@ -206,6 +211,7 @@ class SoftmaxAttention(SequenceMixer):
                 "norm_after_rope": architecture.rotated_norm,
                 "qk_norm_after_rope": architecture.qk_norm_after_rope,
                 "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
+                "value_norm": architecture.value_norm,
                 "local_rope": None if local_rope is None else RopeTable(rope=local_rope),
             },
         )
@@ -221,6 +227,11 @@ class SoftmaxAttention(SequenceMixer):
             parts.q_layernorm = parts.k_layernorm = IdentityOp
         elif architecture.qk_norm:
             parts.q_layernorm = parts.k_layernorm = TorchNorm
+
+
+def norms_copy(saving: Saving) -> bool:
+    """Return whether norms save fp32 copies of parts of the fused tensor, which is not kept if values have a norm too."""
+    return not saving.on_gpu and saving.element_bytes < FP32
 
 
 def _query(saving: Saving) -> int:

@@ -236,7 +236,9 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
     elif not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"
     mixing = {*NEMO_TARGETS["attention"], *OTHER_MIXERS}
-    mixers, mlps = {frozenset(each & mixing) for each in adapted}, {frozenset(each - mixing) for each in adapted}
+    mlps = {frozenset(each - mixing) for each in adapted}
+    # Layers of Gemma 4 whose keys are also values lack one; names of other models are compared with their layers later.
+    mixers = {frozenset(each & mixing - {"v_proj"}) for each in adapted}
     # layers with experts have no adapted MLP if experts have no adapters; our files then name parameters
     one_part = bool(config.get("target_parameters")) or not any(modules & mixing and modules - mixing for modules in adapted)
     if len(mlps - {frozenset()} if one_part else mlps) > 1 or sum(map(len, mixers)) > len(frozenset().union(*mixers)):

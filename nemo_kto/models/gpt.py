@@ -33,14 +33,17 @@ from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel, use
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, packed_attention
 from nemo_kto.layers.mlp import (
+    XIELU,
     BalancedRouter,
     BiasedExpertOutput,
     BiasedRouter,
     ClampedSwiGLU,
     CorrectedRouter,
     GeGLU,
+    NormedRouter,
     SquaredReLU,
     SwiGLU,
+    normed_experts,
     with_bias,
 )
 from nemo_kto.layers.norm import ParallelLayer, PostNormLayer, ScaledResidualLayer, TorchLayerNorm, TorchNorm
@@ -198,6 +201,9 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, *, use_te
         mixture.router = BiasedRouter if architecture.expert_bias else BalancedRouter
         if architecture.experts is not None and architecture.experts.has_own_router:
             mixture.router = functools.partial(CorrectedRouter, experts=architecture.experts)
+        if architecture.experts is not None and architecture.experts.normed:
+            mixture.router, layer.submodules.pre_mlp_layernorm = NormedRouter, IdentityOp
+            layer.submodules.mlp = normed_experts(mixture)
         if not config.moe_grouped_gemm:  # adapters on experts need these classes, with Transformer Engine, too
             for experts in (_submodules(mixture.experts), _submodules(mixture.shared_experts)):
                 experts.linear_fc1, experts.linear_fc2 = ColumnParallelLinear, RowParallelLinear
@@ -216,9 +222,12 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if normed else IdentityOp
     if architecture.post_norm:
         layer.module = PostNormLayer
+        layer.params = {**layer.params, "scaled": architecture.scaled_layers}
     if architecture.parallel:
         layer.module = ParallelLayer
-    activation: type | ModuleSpec = {"silu": SwiGLU, "relu2": SquaredReLU}.get(architecture.activation, GeGLU)
+    activation: type | ModuleSpec = {"silu": SwiGLU, "relu2": SquaredReLU, "xielu": XIELU}.get(
+        architecture.activation, GeGLU
+    )
     if architecture.swiglu_limit is not None:
         settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}
         activation = ModuleSpec(module=ClampedSwiGLU, params=settings)

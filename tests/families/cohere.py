@@ -1,4 +1,4 @@
-"""Command A."""
+"""Command R and A."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from tests.families.family import NO_TOKENS, PACKED, Activations, FamilyTests, K
 
 # fmt: off
 TESTS = FamilyTests(
-    tiny={"cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.5}},
+    tiny={
+        "cohere": {"logit_scale": 0.5},
+        "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.5},
+    },
     models={
+        "command-r": Model(
+            "cohere", {"rope_parameters": rope(5e4), "logit_scale": 0.3, "tie_word_embeddings": True, **NO_TOKENS},
+            quick=True, lora=adapters("all"),
+        ),
         "cohere2": Model(
             "cohere2", {
                 "rope_parameters": rope(5e4), "sliding_window": 7, "logit_scale": 0.3, "tie_word_embeddings": True,
@@ -15,7 +22,10 @@ TESTS = FamilyTests(
             }, quick=True, lora=adapters("all"),
         ),
     },
-    gradients={"cohere2": KTOStep("cohere2", quick=("cp2",))},
-    shared_prompts={"parallel": SharedPrompts("cohere2", limits=PACKED, quick=True)},
-    activations=[Activations("cohere2", {"tensor": 2})],
+    gradients={"command-r": KTOStep("cohere", quick=("tp2",)), "cohere2": KTOStep("cohere2", quick=("cp2",))},
+    shared_prompts={
+        "parallel_everywhere": SharedPrompts("cohere", limits=PACKED),
+        "parallel": SharedPrompts("cohere2", limits=PACKED, quick=True),
+    },
+    activations=[Activations("cohere"), Activations("cohere2", {"tensor": 2})],
 )

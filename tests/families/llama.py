@@ -1,4 +1,4 @@
-"""Llama 1 to 4, and models like Llama 3: SmolLM, Seed-OSS, Mistral, Ministral 3, Mixtral, MiniMax M2, Phi 3 to 4."""
+"""Llama 1 to 4, and models like Llama 3: SmolLM, Seed-OSS, Mistral, Mixtral, MiniMax M2, Phi 3 to 4, Apertus."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ _TINY_MINISTRAL3: dict[str, Any] = {
 }
 TESTS = FamilyTests(
     tiny={
+        "apertus": {},
         "llama": {"tie_word_embeddings": False},
         "ministral3": {"tie_word_embeddings": False, "head_dim": 16, "rope_parameters": _TINY_MINISTRAL3},
         "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_TINY_LLAMA4},
@@ -50,6 +51,10 @@ TESTS = FamilyTests(
         "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
     },
     models={
+        "apertus-8b": Model(
+            "apertus", {"rope_parameters": _LLAMA3, **NO_TOKENS}, quick=True,
+            lora=adapters("attention", "up_proj", "down_proj"),
+        ),
         "llama": Model("llama", {"rope_parameters": rope(5e5)}, quick=True),
         "llama-tied-llama3-rope": Model(
             "llama", {"rope_parameters": _LLAMA3, "head_dim": 16, "tie_word_embeddings": True}, quick=True
@@ -165,12 +170,14 @@ TESTS = FamilyTests(
         ),
     },
     gradients={
+        "apertus-8b": KTOStep("apertus", quick=("tp2",)),
         "llama": KTOStep("llama", quick=("recompute", "pp2_uneven", "cp2_tp2_sequence_parallel")),
         "ministral3": KTOStep("ministral3", quick=("cp2",)),
         "seed_oss": KTOStep("seed_oss", quick=("cp2",)),
         "window": KTOStep("mistral", {"sliding_window": 7}, layouts=("one_rank", "cp2", "cp2_tp2_sequence_parallel")),
     },
     shared_prompts={
+        "no_gate": SharedPrompts("apertus"),
         "experts": SharedPrompts("mixtral", answers=2),
         "experts_tp2_ep2": SharedPrompts(
             "mixtral", world_size=2, layout={**TP2, "expert": 2, "expert_tensor": 1}, answers=2
@@ -189,6 +196,7 @@ TESTS = FamilyTests(
         },
     },
     activations=[
+        Activations("apertus", TP2),
         Activations("llama4_text", quick=True),
         Activations("ministral3"),
         Activations("seed_oss", {"context": 2}, lora=adapters("all", rank=4)),

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, EXAONE 4."""
+"""OLMoE, OLMo 2 and 3, EXAONE 4."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.families.family import (
     NINE_HEADS,
     NO_TOKENS,
     PACKED,
+    TP2,
     Activations,
     FamilyTests,
     KTOStep,
@@ -21,8 +22,15 @@ TESTS = FamilyTests(
     tiny={
         "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
         "olmo2": {"tie_word_embeddings": False},
+        "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
     },
     models={
+        "olmoe-1b": Model(
+            "olmoe", {
+                "rope_parameters": rope(5e5), "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16,
+                **NO_TOKENS,
+            }, "mixture", quick=True, lora=adapters("all"), adapted_experts=4 * 8 * 3,
+        ),
         "olmo2": Model("olmo2", {"rope_parameters": rope(5e5), **NO_TOKENS}, lora=adapters("all")),
         "olmo2-tied-odd-heads-bias": Model(
             "olmo2", {
@@ -48,7 +56,10 @@ TESTS = FamilyTests(
         "olmo2": KTOStep("olmo2", quick=("tp2",)),
     },
     shared_prompts={"norms_after_attention": SharedPrompts("exaone4", limits=PACKED, quick=True)},
+    wide={"olmoe": {"intermediate_size": 160}},
     activations=[
+        Activations("olmoe"),
+        Activations("olmoe", TP2, dtype="bfloat16"),
         Activations("olmo2", {"tensor": 2}),
         Activations("exaone4", {"packed": True}),
     ],

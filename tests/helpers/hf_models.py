@@ -42,7 +42,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype = torch.float32, max
             if parameter.dim() == 1 or name.endswith("_bias") or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith(("correction_bias", "expert_bias")):
+            if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)

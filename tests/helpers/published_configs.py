@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "data" / "published_configs"
 COUNTS = FOLDER.parent / "published_parameters.json"
 NAMES = sorted(file.stem for file in FOLDER.iterdir())
 LAYERS = 6
-_UNTRAINED = ("vision", "visual", "multi_modal", "mm_projector")  # of the names of parameters
+_UNTRAINED = ("vision", "embed_vision", "visual", "multi_modal", "mm_projector")  # of the names of parameters
 # Of small models, for the fields that a file has; zeros stay.
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 80, "moe_intermediate_size": 32,

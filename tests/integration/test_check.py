@@ -105,7 +105,7 @@ def test_every_row_is_checked(login: Login) -> None:
 
 def test_weights_of_another_class_are_listed_before_any_row_is_read(login: Login) -> None:
     """A Gemma 3 text model that was saved from the class with images."""
-    model = make_checkpoint(login.folder / "gemma", "gemma3_text", hidden_size=32, num_hidden_layers=2)
+    model = make_checkpoint(login.folder / "windows", "gemma3_text", hidden_size=32, num_hidden_layers=2)
     file = model / "model.safetensors"
     save_file({f"language_model.{name}": each for name, each in load_file(file).items()}, file)
     for command in (["check", "kto"], ["kto", "hardware=cpu"]):

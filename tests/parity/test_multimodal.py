@@ -60,10 +60,17 @@ LAYOUTS = {
             "glm4v-moe",
             "internvl3.5-moe",
             "internvl3.5-gpt-oss",
+            "gemma4-vision",
         ),
     ),
 }
-UNTRAINED = ("vision", "multi_modal", "mm_projector", "visual")  # of the names that transformers writes, after "model."
+UNTRAINED = (
+    "vision",
+    "embed_vision",
+    "multi_modal",
+    "mm_projector",
+    "visual",
+)  # of the names that transformers writes, after "model."
 FACTOR = 0.5  # exact in any dtype
 IMAGE = 256  # a token that stands for a part of an image
 
@@ -122,6 +129,11 @@ def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens[:, 2:6] = tokens[:, 9:13] = IMAGE
         if "mm_token_type_ids" in signature(model.forward).parameters:
             images["mm_token_type_ids"] = (tokens == IMAGE).long()
+    elif config.model_type == "gemma4":  # 16 patches with their places give four tokens
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1)
+        images = {"pixel_values": torch.rand(2, 16, 3 * config.vision_config.patch_size**2, generator=draw)}
+        tokens[:, 2:6] = tokens[:, 9:13] = IMAGE
+        images |= {"image_position_ids": places, "mm_token_type_ids": (tokens == IMAGE).long()}
     else:
         images = {"pixel_values": torch.randn(2, 3, 28, 28, generator=draw)}
         images |= {"image_sizes": torch.tensor([[28, 28]] * 2)} if config.model_type == "mistral3" else {}

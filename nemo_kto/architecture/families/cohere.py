@@ -1,16 +1,24 @@
-"""Command R7B and A: attention and MLP in parallel, layer norms, RoPE in layers with a sliding window only."""
+"""Command R, R7B and A: attention and MLP in parallel, layer norms; in R7B and A RoPE in layers with a window only."""
 
 from __future__ import annotations
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive
-from nemo_kto.architecture.family import SLIDING_LAYERS, Family
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive, Switch
+from nemo_kto.architecture.family import SLIDING_LAYERS, Family, check_constants
 from nemo_kto.architecture.mappings import DENSE, without
+from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
 from nemo_kto.mixers.param_mapping import replicated
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class CohereFields(ModelFields):
     layer_norm_eps: Positive = ABSENT
     logit_scale: Positive = ABSENT
+    use_qk_norm: Switch = ABSENT
     sliding_window: Count = ABSENT  # type: ignore[assignment]  # without windows no layer would have RoPE
 
 
@@ -30,4 +38,22 @@ COHERE2 = Family(
     layer_pattern="sliding_window_pattern",
     rope_in_windows=True,
     interleaved_rotary=True,
+)
+
+
+def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
+    check_constants(config, {"use_qk_norm": False})  # Command R+ has layer norms with weights for each head
+    return (SOFTMAX_ATTENTION,) * config.num_hidden_layers
+
+
+COHERE = replace(
+    COHERE2,
+    name="cohere",
+    hf_architecture="CohereForCausalLM",
+    published="Command R, Aya 23, Aya Expanse",
+    window=("", ""),
+    layer_pattern="",
+    rope_in_windows=False,
+    own=("use_qk_norm",),
+    mixers=_mixers,
 )

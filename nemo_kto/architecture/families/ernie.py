@@ -43,7 +43,7 @@ ERNIE4_5_MOE = replace(
         DENSE,
         (
             *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-            *shared_expert("mlp", "shared_experts"),
+            *shared_expert("mlp.shared_experts"),
             correction_bias("mlp.moe_statics.e_score_correction_bias", 1, "experts"),
         ),
     ),

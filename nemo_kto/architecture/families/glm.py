@@ -79,7 +79,7 @@ GLM4_MOE = Family(
         DENSE + tuple(replace(norm, required_flag="qk_norm") for norm in qk_norms("head", "head")),
         (
             *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-            *shared_expert("mlp", "shared_experts"),
+            *shared_expert("mlp.shared_experts"),
             correction_bias("mlp.gate.e_score_correction_bias", "experts"),
         ),
     ),

@@ -34,7 +34,7 @@ HUNYUAN_MOE = replace(
         (
             sparse("mlp.router.weight", {"mlp.gate.wg.weight": ("experts", "hidden")}, Split.REPLICATED),
             *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")[1:],
-            *shared_expert("mlp", "shared_mlp"),
+            *shared_expert("mlp.shared_mlp"),
         ),
     ),
     fields=HunyuanMoeFields,

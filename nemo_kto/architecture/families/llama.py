@@ -1,4 +1,4 @@
-"""Llama 1 to 4, and models like Llama 3: SmolLM, Seed-OSS, Mistral, Ministral 3, Mixtral, MiniMax M2, Phi 3 to 4."""
+"""Llama 1 to 4, and models like Llama 3: SmolLM, Seed-OSS, Mistral, Mixtral, MiniMax M2, Phi 3 to 4, Apertus."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from nemo_kto.architecture.mappings import (
     separate_experts,
     shared_expert,
     with_experts,
+    without,
 )
 from nemo_kto.layers.layer_settings import Temperature
-from nemo_kto.mixers.param_mapping import Split
+from nemo_kto.mixers.param_mapping import HF, MCORE, ParamMapping, Split, replicated
 from nemo_kto.mixers.softmax_attention import qk_norms
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ LLAMA4 = Family(
     name="llama4_text",
     hf_architecture="Llama4ForCausalLM",
     published="Llama 4, text model",
-    mappings=with_experts(_LLAMA4_MLPS, (*joined_experts(_BLOCK, Split.GATED), *shared_expert(_BLOCK))),
+    mappings=with_experts(_LLAMA4_MLPS, (*joined_experts(_BLOCK, Split.GATED), *shared_expert(f"{_BLOCK}.shared_expert"))),
     fields=Llama4Fields,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "rotated_norm": "use_qk_norm"},
     window=CHUNKED_LAYERS,
@@ -207,4 +208,26 @@ LLAMA4_VISION = replace(
     text_type=LLAMA4.name,
     ties_in_text=True,
     **{**LLAVA, "module_prefix": "language_model.model."},
+)
+# an MLP without a gate, whose activation xIELU has two trained numbers in each layer
+APERTUS = Family(
+    name="apertus",
+    hf_architecture="ApertusForCausalLM",
+    published="Apertus 8B, 70B",
+    mappings=(
+        *without(DENSE, "input_layernorm.", "pre_mlp_layernorm.", "mlp.linear_fc1."),
+        *qk_norms("head", "head"),
+        replicated("input_layernorm.weight", "attention_layernorm.weight", "hidden"),
+        replicated("pre_mlp_layernorm.weight", "feedforward_layernorm.weight", "hidden"),
+        ParamMapping(
+            mcore_name=f"{MCORE}mlp.linear_fc1.weight",
+            hf_names={f"{HF}mlp.up_proj.weight": ("ffn", "hidden")},
+            split=Split.COLUMN_PARALLEL,
+        ),
+        *(replicated(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}", 1) for name in ("alpha_p", "alpha_n")),
+    ),
+    flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
+    activation=("hidden_act", "xielu"),
+    gated_mlp=False,
+    untrained={"constants of xIELU": r"{model}layers\.\d+\.mlp\.act_fn\.(beta|eps)$"},
 )

@@ -1,13 +1,46 @@
-"""OLMo 2 and 3, EXAONE 4: norms after attention and MLP instead of before them, and norms of queries and keys."""
+"""OLMoE, OLMo 2 and 3, EXAONE 4: norms of queries and keys; all but OLMoE have norms after attention and MLP, not before."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from nemo_kto.architecture.family import SLIDING_LAYERS, Family
-from nemo_kto.architecture.mappings import DENSE, POST_NORMS, without
+from nemo_kto.architecture.config_fields import ABSENT, ModelFields, PartCount, Positive, Switch
+from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family, check_constants
+from nemo_kto.architecture.mappings import DENSE, POST_NORMS, separate_experts, without
+from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
 from nemo_kto.mixers.softmax_attention import qk_norms
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class OlmoeFields(ModelFields):
+    clip_qkv: Positive | None = None
+    num_experts: PartCount = ABSENT
+    norm_topk_prob: Switch = ABSENT
+
+
+def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
+    check_constants(config, {"clip_qkv": None})
+    return (SOFTMAX_ATTENTION,) * config.num_hidden_layers
+
+
+OLMOE = Family(
+    name="olmoe",
+    hf_architecture="OlmoeForCausalLM",
+    published="OLMoE 1B-7B",
+    mappings=(
+        *without(DENSE, "mlp."),
+        *qk_norms("query", "key_value"),
+        *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    ),
+    fields=OlmoeFields,
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "qk_norm": True, "all_heads_norm": True},
+    own=("clip_qkv",),
+    experts=ExpertFields(number="num_experts", normalized="norm_topk_prob"),
+    mixers=_mixers,
+)
 OLMO2 = Family(
     name="olmo2",
     hf_architecture="Olmo2ForCausalLM",

@@ -74,7 +74,7 @@ QWEN2_MOE = Family(
     name="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
     published="Qwen1.5-MoE, Qwen2-57B-A14B",
-    mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp"), _SHARED_GATE)),
+    mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp.shared_expert"), _SHARED_GATE)),
     fields=QwenFields,
     flags={"qkv_bias": "qkv_bias"},
     window=SLIDING_LAYERS,
@@ -192,7 +192,7 @@ QWEN3_5 = replace(
     text_type="qwen3_5_text",
     **_WRAPPED,
 )
-_SHARED = (*shared_expert("mlp"), _SHARED_GATE)
+_SHARED = (*shared_expert("mlp.shared_expert"), _SHARED_GATE)
 QWEN3_NEXT = Family(
     name="qwen3_next",
     hf_architecture="Qwen3NextForCausalLM",

@@ -106,7 +106,8 @@ def layers_of(model: Path) -> tuple[int, ...]:
     text = (model / "config.json").read_text()
     if "mamba" in text:
         return (4, 5, 6, 7)
-    return (1, 2) if "linear_attention" in text or "conv_L" in text else (1,)
+    several = ("linear_attention", "conv_L", "per_layer_config")
+    return (1, 2) if any(part in text for part in several) else (1,)
 
 
 def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:

@@ -167,14 +167,15 @@ def test_features_that_transformer_engine_lacks(tmp_path: Path) -> None:
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).unsupported_by_te
         for name in (
             *("Cohere2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),
-            *("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM"),
+            *("GemmaForCausalLM", "LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM"),
         )
     }
     assert found == {
         "Cohere2ForCausalLM": (Message("norms", "bias"), Message("parallel"), Message("RoPE", "interleaved")),
         "GraniteForCausalLM": (),
-        "Gemma2ForCausalLM": (Message("MLP", "attention"), Message("scores", "soft")),
-        "Gemma3ForCausalLM": (Message("MLP", "attention"), Message("layers", "window")),
+        "Gemma2ForCausalLM": (Message("MLP", "attention"), Message("scores", "soft"), Message("activation", "SiLU")),
+        "GemmaForCausalLM": (Message("activation", "SiLU"),),
+        "Gemma3ForCausalLM": (Message("MLP", "attention"), Message("layers", "window"), Message("activation", "SiLU")),
         "GptOssForCausalLM": (Message("softmax", "sinks"), Message("experts", "biases"), "a clamped activation"),
         "LlamaForCausalLM": (),
         "Olmo2ForCausalLM": (Message("MLP", "attention"), Message("all", "norms")),

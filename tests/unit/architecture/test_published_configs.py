@@ -31,7 +31,6 @@ MODELOPT, LATENT = ("NVIDIA ModelOpt", "unquantized"), ("moe_latent_size", "null
 # Pattern of names -> parts of the reason.
 REFUSED = {
     "*--DeepSeek-V4-*": ("'DeepseekV4ForCausalLM'", "not supported", "indexer", "hyper-connections", "choose"),
-    "*--Gemma-4-*": ("'Gemma4ForConditionalGeneration'", "not supported", "heads differ", "choose"),
     "*--Kimi-K3": ("'KimiK3ForConditionalGeneration'", "not supported", "linear attention", "projection", "choose"),
     "*--MiniMax-M3": ("'MiniMaxM3ForCausalLM'", "not supported", "blocks of keys", "choose"),
     "*--MiMo-V2-Flash": ("'MiMoV2FlashForCausalLM'", "not supported", "heads differ", "choose"),
@@ -63,6 +62,25 @@ def test_as_many_parameters_as_in_transformers(name: str, tmp_path: Path) -> Non
     """``python -m tests.helpers.published_configs`` counts those of transformers again."""
     architecture = read_architecture(write(published(name), tmp_path), tensor_parallel=1)
     assert sum(each.total for each in rank_parameters(architecture) if each.trained) == counts()[name]
+
+
+@pytest.mark.parametrize("name", ["nvidia--Gemma-4-31B-IT-NVFP4", "nvidia--Gemma-4-26B-A4B-NVFP4"])
+def test_parameters_of_the_unquantized_model(name: str, tmp_path: Path) -> None:
+    config = {key: value for key, value in published(name).items() if key != "quantization_config"}
+    architecture = read_architecture(write(config, tmp_path), tensor_parallel=1)
+    assert sum(each.total for each in rank_parameters(architecture) if each.trained) == count(config)
+
+
+def test_sizes_of_gemma_4_with_layer_embeddings_are_refused(tmp_path: Path) -> None:
+    config = {key: value for key, value in published("nvidia--Gemma-4-31B-IT-NVFP4").items() if key != "quantization_config"}
+    for changes, parts in (
+        ({"hidden_size_per_layer_input": 256}, ("hidden_size_per_layer_input", "0", "got 256", "embeddings for each layer")),
+        ({"num_kv_shared_layers": 20}, ("num_kv_shared_layers", "0", "got 20", "keys and values of another layer")),
+        ({"enable_moe_block": True}, ("enable_moe_block", "num_experts, top_k_experts", "add")),
+        ({"use_bidirectional_attention": "all"}, ("use_bidirectional_attention", "false", "got all", "choose")),
+    ):
+        with raises(UserError, *parts):
+            read_architecture(write({**config, "text_config": config["text_config"] | changes}, tmp_path), tensor_parallel=1)
 
 
 def test_recorded_counts(tmp_path: Path) -> None:
