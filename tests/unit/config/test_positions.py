@@ -122,7 +122,7 @@ def test_longer_sequences_are_refused(
     assert error == Message("model.data.seq_length", "at most", *words, f"{folder}", "got 257", "use 256 or fewer")
     limit = ModelFiles(source=folder).attention_line
     assert limit == (
-        {"attention": Message("exact", "index_topk = 256 tokens", "not trained")} if "index_topk" in limits else {}
+        {"attention": Message("all keys", "index_topk = 256 tokens", "not trained")} if "index_topk" in limits else {}
     )
 
 
