@@ -132,12 +132,12 @@ class ModelFiles:
 
     @property
     def attention_line(self) -> dict[str, str]:
-        """Line of a report about keys that an indexer would choose in longer sequences, by its label."""
+        """Line of a report about a model whose indexer would choose among the keys of longer sequences, by its label."""
         config, family = self.config
         if not (name := family.chosen_keys):
             return {}
-        text = f"exact: the indexer chooses keys only in sequences of more than {name} = {config[name]:,} tokens"
-        return {"attention": f"{text}, which are refused; it is not trained"}
+        text = f"to all keys, as a sequence has at most {name} = {config[name]:,} tokens; the indexer is not trained"
+        return {"attention": text}
 
     @cached_property
     def largest_file(self) -> int:

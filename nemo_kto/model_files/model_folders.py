@@ -84,7 +84,7 @@ def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared
 
 _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads",
+    "num_key_value_heads", "index_topk",
 )  # fmt: skip
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

@@ -132,7 +132,7 @@ def test_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """On one rank, into which not every model fits."""
     assert plan.main(["kto", str(write(published(name), tmp_path))]) in (0, 1)
     text, chosen_keys = capsys.readouterr().out, read_config_file(tmp_path)[1].chosen_keys
-    assert re.findall(r"attention +exact: .* more than (\w+) = 2,048 tokens", text) == [chosen_keys] * bool(chosen_keys)
+    assert re.findall(r"attention +to all keys, .* at most (\w+) = 2,048 tokens", text) == [chosen_keys] * bool(chosen_keys)
     number, unit = re.findall(r"([\d.,]+) ([MB]) parameters", text)[0]
     assert float(number.replace(",", "")) * {"M": 1e6, "B": 1e9}[unit] == pytest.approx(counts()[name], rel=0.005)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,19 @@ def test_longer_sequences_are_refused(
     assert error == Message("model.data.seq_length", "at most", *words, f"{folder}", "got 257", "use 256 or fewer")
     limit = ModelFiles(source=folder).attention_line
     assert limit == (
-        {"attention": Message("exact", "index_topk = 256 tokens", "not trained")} if "index_topk" in limits else {}
+        {"attention": Message("all keys", "index_topk = 256 tokens", "not trained")} if "index_topk" in limits else {}
+    )
+
+
+def test_an_indexer_of_the_reference_chooses_as_many_keys(find_errors: FindErrors, load: Load, tmp_path: Path) -> None:
+    folder = Path(load().pretrained_checkpoint.restore_from_path)
+    config = {**json.loads((folder / "config.json").read_text()), **INDEXED}
+    shutil.copytree(folder, tmp_path / "reference")
+    for each, chosen in ((folder, 256), (tmp_path / "reference", 128)):
+        (each / "config.json").write_text(json.dumps(config | {"index_topk": chosen}))
+    (error,) = find_errors("model.data.seq_length=200", f"model.reference.restore_from_path={tmp_path}/reference")
+    assert error == Message(
+        "model.reference.restore_from_path", "same shape", "index_topk 128 instead of 256", "name another"
     )
 
 
