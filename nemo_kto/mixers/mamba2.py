@@ -105,10 +105,7 @@ class Mamba2(SequenceMixer):
         return round_up(self.groups, architecture.tensor_parallel) // architecture.tensor_parallel
 
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
-        """Return the bytes of the projections, from which the backward pass computes all else, and of both inputs."""
-        inputs, outputs = self.linear_layers(saving)
-        saved = saving.hidden * saving.keeps_input("in_proj") + inputs.outputs
-        return saving.element_bytes * (saved + outputs.inputs * saving.keeps_input("out_proj"))
+        return self.bytes_of_projections(saving)
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of what is recomputed, all in fp32 and with gradients.
@@ -129,11 +126,7 @@ class Mamba2(SequenceMixer):
         )
 
     def specify(self, layer: ModuleSpec, architecture: ModelSizes, *, use_te: bool, share_prompts: bool) -> None:
-        from megatron.core.transformer.spec_utils import ModuleSpec
-
-        from nemo_kto.layers.mixer_module import RecurrentModule
-
-        layer.submodules.self_attention = ModuleSpec(module=RecurrentModule, params={"mixer": self})
+        self.specify_recurrent(layer)
 
     def build(self, module: RecurrentModule) -> None:
         """Add the projections and the parameters.

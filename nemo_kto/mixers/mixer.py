@@ -200,7 +200,7 @@ class SequenceMixer(ABC):
     # Matrices that adapters can change, by their names in LoRA's settings: those before the mixing, and after it.
     lora_inputs: ClassVar[tuple[str, ...]]
     lora_outputs: ClassVar[tuple[str, ...]]
-    deterministic: ClassVar[bool] = True  # it has operations on GPUs whose results do not vary
+    deterministic: ClassVar[bool] = True  # its results on GPUs can be reproduced bitwise
     # Names of the layers' parameters that are padded with zero heads.
     padded_with_heads: ClassVar[tuple[str, ...]] = ()
 
@@ -261,6 +261,22 @@ class SequenceMixer(ABC):
     @abstractmethod
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
         """Return its linear layers that adapters can change."""
+
+    # Of mixers that keep a state between an input and an output projection:
+
+    def specify_recurrent(self, layer: ModuleSpec) -> None:
+        """Put their module into the spec of a layer."""
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from nemo_kto.layers.mixer_module import RecurrentModule
+
+        layer.submodules.self_attention = ModuleSpec(module=RecurrentModule, params={"mixer": self})
+
+    def bytes_of_projections(self, saving: Saving) -> float:
+        """Return the bytes per token of the first projection, from which all else is recomputed, and of both inputs."""
+        inputs, outputs = self.linear_layers(saving)
+        saved = saving.hidden * saving.keeps_input(*inputs.modules) + inputs.outputs
+        return saving.element_bytes * (saved + outputs.inputs * saving.keeps_input(*outputs.modules))
 
 
 @dataclass(frozen=True, kw_only=True)
