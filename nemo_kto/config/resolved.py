@@ -282,8 +282,8 @@ class ResolvedRun:
         files = (self.files.tensor_parallel, self.files.expert_tensor_parallel, self.files.base_format)
         if (tensor, expert_tensor, quantize) == files:
             return read
-        sizes = {"tensor_parallel": tensor, "expert_tensor_parallel": expert_tensor or tensor}
-        return replace(read, **sizes, base_format=quantize)
+        of_experts = expert_tensor or tensor
+        return replace(read, tensor_parallel=tensor, expert_tensor_parallel=of_experts, base_format=quantize)
 
     @cached_property
     def split(self) -> PipelineSplit:
