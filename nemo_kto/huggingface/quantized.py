@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from nemo_kto.architecture.config_fields import Quantization
+from nemo_kto.layers.layer_settings import BaseFormat
+from nemo_kto.layers.weight_formats import Quantized
 from nemo_kto.model_files.safetensors_files import FLOATS, FP8, FP8_SCALE, INT32, UINT8, FileTensor
 
 Where = tuple[slice | int, ...]
@@ -60,6 +62,34 @@ class StoredWeight:
         values = part("")[where] if self.quantization is None else self._dequantized(part, where)
         return values.mT if self.swapped else values
 
+    def read_codes(
+        self, opened: Callable[[Path], Any], where: Where, form: BaseFormat, *, transposed: bool
+    ) -> Quantized | None:
+        """Return the stored codes and scales of a slice of a matrix; None if its file has another format.
+
+        With ``transposed`` the slice is that of the transpose of the matrix, as for the experts of gpt-oss.
+        """
+        if self.quantization is None or self.quantization.method != form.name or self.swapped:
+            return None
+        where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
+
+        def part(end: str) -> Any:
+            return opened(self.tensors[end].file).get_slice(self.name + end)
+
+        if form.name == "mxfp4":
+            *first, columns, rows = where
+            assert isinstance(columns, slice)
+            start, stop, _ = columns.indices(self.shape[-2])
+            blocks = (*first, rows, slice(start // _MXFP4_VALUES, stop // _MXFP4_VALUES))
+            return Quantized(part(_BLOCKS)[blocks].flatten(-2), part(_SCALES)[blocks]) if transposed else None
+        codes, block = part("")[where], self.quantization.block
+        scales = self._factors(part, where, self.shape).expand_as(codes)
+        if transposed:
+            codes, scales, block = codes.T, scales.T, block[::-1]
+        if block[1] is not None and block[1] % form.block[1]:
+            return None
+        return Quantized(codes.view(torch.uint8), scales[:, :: form.block[1]])
+
     def _dequantized(self, part: Callable[[str], Any], where: Where) -> Tensor:
         """Return the values of a slice of a quantized weight, given in the order of the file."""
         assert self.quantization is not None
@@ -76,10 +106,15 @@ class StoredWeight:
             values = unpack(words)[..., start % _PER_WORD :][..., : stop - start : step]
         else:
             values = part("")[where]
+        return values.float() * self._factors(part, where, shape)
+
+    def _factors(self, part: Callable[[str], Any], where: Where, shape: tuple[int, ...]) -> Tensor:
+        """Return the factors on the values of a slice, in fp32: one, or one for each value."""
+        assert self.quantization is not None
         end = next(end for end in _SCALE_ENDS if end in self.tensors)
-        is_single = math.prod(self.tensors[end].shape) == 1
-        scales = part(end)[...].float().squeeze() if is_single else _scales(part(end), where, shape, self.quantization)
-        return values.float() * scales
+        if math.prod(self.tensors[end].shape) == 1:
+            return part(end)[...].float().squeeze()
+        return _scales(part(end), where, shape, self.quantization)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +123,11 @@ class SeparateExperts(StoredWeight):
 
     parts: Sequence[Sequence[StoredWeight]]  # of each expert: gate and up, or down, which the tensor has side by side
     transposed: bool  # the tensor is [experts, in, out], not [experts, out, in]
+
+    def read_codes(
+        self, opened: Callable[[Path], Any], where: Where, form: BaseFormat, *, transposed: bool
+    ) -> Quantized | None:
+        return None
 
     def read(self, opened: Callable[[Path], Any], where: Where = ()) -> Tensor:
         where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
