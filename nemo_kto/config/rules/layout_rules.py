@@ -390,7 +390,7 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Errors:
     """
     yield from gpu_rules(run, computes)
     yield from _fp8_rules(run)
-    yield from _quantize_rules(run)
+    yield from quantize_rules(run)
     yield from mixer_rules(run)
     if run.cfg.trainer.deterministic and computes.on_gpu:
         yield from _deterministic_rules(run)
@@ -447,7 +447,7 @@ def _fp8_rules(run: ResolvedRun) -> Errors:
         yield ConfigError(_FP8, f"{text}; {remedy}", ("model.tensor_model_parallel_size",))
 
 
-def _quantize_rules(run: ResolvedRun) -> Errors:
+def quantize_rules(run: ResolvedRun) -> Errors:
     """Check that the base model can be quantized: only adapters are trained, it is one model, and blocks divide its rows."""
     if (value := run.cfg.model.quantize) is None:
         return
