@@ -189,11 +189,12 @@ class Adapter:
         ``weight`` is that of the layer, or the unquantized one, whose rows then get the magnitudes that were trained.
         """
         full_b, lora_a = self.full_b().float(), self.lora_a.float()
-        merged = weight.float().add_(full_b @ lora_a, alpha=self.adapter_scale)
+        change = None
         if self.lora_magnitude is not None:
             norms = RowNorms(self._norms(self.weight).base, self._norms(weight).adapted)
-            merged.addcmul_(merged, Change.of(norms, self.has_magnitude).at(self.lora_magnitude).unsqueeze(1))
-        weight.copy_(merged)
+            change = Change.of(norms, self.has_magnitude).at(self.lora_magnitude)
+        merged = weight.float().add_(full_b @ lora_a, alpha=self.adapter_scale)
+        weight.copy_(merged if change is None else merged.addcmul_(merged, change.unsqueeze(1)))
 
     def magnitudes(self) -> Tensor:
         """Return DoRA's m of each row, zero for rows without one: [out of this rank], fp32; collective over the group."""
