@@ -138,7 +138,8 @@ PACKAGES = {
         only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
     ),
     "tools/inference": Package(
-        own=names("cli config device data model_files telemetry utils"),  # config: the saved configuration of a run
+        # config: the saved configuration of a run; layers, architecture: formats of a quantized base
+        own=names("cli config device data layers architecture model_files telemetry utils"),
         outside=names("click torch transformers"),
         never=names("torch.distributed torch.cuda"),
         only_in=(("peft", names("opening.py")),),

@@ -56,6 +56,7 @@ class Architecture(ModelSizes):
     swiglu_alpha: float | None = None  # set only together with the limit
     experts: Experts | None = None
     expert_tensor_parallel: int = 1
+    base_format: str | None = None  # format of frozen linear layers, a name in ``base_format.FORMATS``; None: not quantized
 
     @property
     def unsupported_by_te(self) -> tuple[str, ...]:
@@ -69,6 +70,7 @@ class Architecture(ModelSizes):
             features |= mixer.unsupported_by_te(self)
         features |= {"an activation other than SiLU": self.activation != "silu"}
         features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
+        features |= {"quantized weights": self.base_format is not None}
         return tuple(feature for feature, has in features.items() if has)
 
     @property
@@ -270,6 +272,7 @@ def _architecture(
         tied=tied,
         experts=experts,
         expert_tensor_parallel=expert_tensor_parallel,
+        base_format=None,
         **flags,
         **numbers,
     )

@@ -303,6 +303,8 @@ class CheckpointManager:
         if self._adapters is not None:
             base_model = self.base_model or self.hugging_face_source
             info["adapters"] = {"base_model": str(base_model.absolute()), "settings": asdict(self._adapters)}
+            if (base_format := unwrap_model(self.chunks[0]).base_format) is not None:
+                info["adapters"]["base_format"] = base_format
         if self.original is not None:
             info["original"] = str(self.original.absolute())
         info["moving_reference"] = self.reference_weights is not None

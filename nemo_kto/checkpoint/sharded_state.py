@@ -86,6 +86,7 @@ class SavedAdapters:
 
     base_model: Path  # source of the base model's weights: a Hugging Face folder or one of our own checkpoints
     settings: LoRASettings
+    base_format: str | None = None  # format of the quantized weights of the base model during training
 
 
 def dtype_name(chunks: Sequence[nn.Module]) -> str:
@@ -102,7 +103,8 @@ def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
     """Return the adapter entry of a trainer.json; None if the checkpoint holds all weights of a model."""
     if (entry := info.get("adapters")) is None:
         return None
-    return SavedAdapters(base_model=Path(entry["base_model"]), settings=adapter_settings(entry))
+    base_model, base_format = Path(entry["base_model"]), entry.get("base_format")
+    return SavedAdapters(base_model=base_model, settings=adapter_settings(entry), base_format=base_format)
 
 
 def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> None:

@@ -38,6 +38,7 @@ SHORT = {
     "batch": "model.global_batch_size",
     "template": "model.data.apply_chat_template",
     "fields": "model.data.fields",
+    "quantize": "model.quantize",
 }
 Rules = Callable[[RunConfig], Sequence[ConfigError]]  # constraints that concern several keys, files or the machine
 _OVERRIDE = re.compile(r"[+~]\w|[^=]*=")  # +KEY, ~KEY or KEY=VALUE

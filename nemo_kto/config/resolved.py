@@ -78,6 +78,7 @@ class ModelFiles:
     adapter_folder: Path | None = None  # adapters in PEFT format to start from; ``source`` may also contain adapters
     tensor_parallel: int = 1  # the architecture is padded for this size and the next
     expert_tensor_parallel: int | None = None
+    base_format: str | None = None  # format of frozen linear layers (``architecture.base_format``)
     has_weights: bool = True  # False for a hub model of which only configuration and tokenizer were downloaded
 
     @cached_property
@@ -117,7 +118,8 @@ class ModelFiles:
         from nemo_kto.architecture.architecture import read_architecture
 
         tensor, expert_tensor = self.tensor_parallel, self.expert_tensor_parallel
-        return read_architecture(self.hf_folder, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor)
+        read = read_architecture(self.hf_folder, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor)
+        return replace(read, base_format=self.base_format)
 
     @property
     def unties_output(self) -> bool:
@@ -212,6 +214,7 @@ class ResolvedRun:
             adapter_folder=None if adapter is None else local_folder(adapter),
             tensor_parallel=cfg.model.tensor_model_parallel_size,
             expert_tensor_parallel=cfg.model.expert_tensor_parallel_size,
+            base_format=cfg.model.quantize,
             has_weights=weights or not is_hub_name(cfg.pretrained_checkpoint.restore_from_path),
         )
         run = cls(cfg=cfg, files=files, gpus=gpus)
@@ -283,10 +286,12 @@ class ResolvedRun:
     def architecture(self) -> Architecture:
         """Architecture of the model with the padding of this run's layout; raises UserError if it cannot be read."""
         tensor, expert_tensor = self.cfg.model.tensor_model_parallel_size, self.cfg.model.expert_tensor_parallel_size
-        read = self.files.architecture
-        if (tensor, expert_tensor) == (self.files.tensor_parallel, self.files.expert_tensor_parallel):
+        read, quantize = self.files.architecture, self.cfg.model.quantize
+        files = (self.files.tensor_parallel, self.files.expert_tensor_parallel, self.files.base_format)
+        if (tensor, expert_tensor, quantize) == files:
             return read
-        return replace(read, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor or tensor)
+        of_experts = expert_tensor or tensor
+        return replace(read, tensor_parallel=tensor, expert_tensor_parallel=of_experts, base_format=quantize)
 
     @cached_property
     def split(self) -> PipelineSplit:

@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
+from nemo_kto.architecture.base_format import FORMATS
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
 from nemo_kto.data.rows.data_sources import read_splits_string
 from nemo_kto.data.rows.reader import MAX_PROMPTS
@@ -345,6 +346,7 @@ class GPTConfig(Section):
     sequence_parallel: Annotated[bool, LAYOUT]
     seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234"), SAME]
     fp8: Annotated[Literal["hybrid", "e4m3"] | None, SPEED]
+    quantize: Annotated[Annotated[str, one_of(tuple(FORMATS))] | None, SAME]
     activations_checkpoint_granularity: Annotated[Literal["selective", "full"] | None, SPEED]
     activations_checkpoint_method: Annotated[Literal["uniform", "block"] | None, SPEED]
     activations_checkpoint_num_layers: Annotated[Count | None, SPEED]

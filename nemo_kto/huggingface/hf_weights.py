@@ -36,6 +36,8 @@ from nemo_kto.huggingface.rank_weights import (
     rank_weights,
     wanted_weights,
 )
+from nemo_kto.layers.quantized_weight import QuantizedWeight
+from nemo_kto.layers.weight_formats import Quantized, quantize
 from nemo_kto.mixers.param_mapping import Split
 from nemo_kto.model_files.companion_files import copy_companions, model_config, with_dtype
 from nemo_kto.model_files.safetensors_files import (
@@ -47,6 +49,7 @@ from nemo_kto.model_files.safetensors_files import (
     is_our_model,
     write_shards,
 )
+from nemo_kto.models.lora.adapters import adapted_layers
 
 _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers
 
@@ -173,11 +176,33 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
     for file in sorted(wanted):
         with _Files() as opened, torch.no_grad():
             for stored, weight, piece in wanted[file]:
-                values = stored.read(opened, place_in_file(weight.mapping, weight.place, piece.where))
-                piece.place.copy_(values.T if weight.mapping.transposed else values)
+                piece.place.copy_(_values(stored, opened, weight, piece))
                 if not math.isfinite(float(piece.place.sum())):
                     text = f"{stored.name} must have finite values, got NaN or infinity"
                     raise UserError(f"{file}: {text}; download the model again")
+
+
+def _values(stored: StoredWeight, opened: _Files, weight: Weight, piece: Piece) -> Tensor:
+    """Return the values of a piece, for a quantized weight quantized."""
+    mapping, place = weight.mapping, piece.place
+
+    def read(where: tuple[slice, ...]) -> Tensor:
+        values = stored.read(opened, place_in_file(mapping, weight.place, where))
+        return values.T if mapping.transposed else values
+
+    if not isinstance(place, QuantizedWeight):
+        return read(piece.where)
+    in_file = place_in_file(mapping, weight.place, piece.where)
+    quantized = stored.read_codes(opened, in_file, place.form, transposed=mapping.transposed)
+    if quantized is None:
+        # whole blocks of the file, so that scales do not depend on the layout
+        rows, *columns = piece.where
+        size, height = stored.shape[-1 if mapping.transposed else -2], place.form.block[0]
+        start, stop, step = rows.indices(size)
+        first, last = start // height * height, min(-(-stop // height) * height, size)
+        whole = quantize(read((slice(first, last), *columns)).to(place.device), place.form)
+        quantized = Quantized(*(part[start - first : stop - first : step] for part in whole))
+    return QuantizedWeight(quantized, place.form, place.dtype)
 
 
 class _Files(ExitStack):
@@ -201,6 +226,7 @@ def export(
     out: str | Path,
     max_shard_bytes: int,
     original: str | Path | None = None,
+    base: Path | None = None,
     describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write the model as a Hugging Face folder that transformers loads without conversion. All ranks must call it.
@@ -210,8 +236,9 @@ def export(
     there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
     Configuration, tokenizer, chat template and license are copied from ``source``, the folder of the original model, and
     weights that are not trained from ``original``, by default the same folder, one at a time and unchanged unless they are
-    quantized; frozen parameters get their dtype in it. ``describe`` is called on rank 0 with the folder when all else is in
-    it; it adds the model card.
+    quantized; frozen parameters get their dtype in it. In the place of quantized parameters, the weights in the folder
+    ``base`` are written, with the adapters merged into them. ``describe`` is called on rank 0 with the folder when all else
+    is in it; it adds the model card.
 
     Raises, on every rank:
         UserError: something else is in the way at ``out``, or a weight is not finite.
@@ -245,10 +272,28 @@ def export(
         is_ours=is_our_model,
         prepare=check_source,
         stream=lambda: gather_weights(
-            rank_weights(chunks, architecture), architecture if weights is None else weights.architecture
+            rank_weights(chunks, architecture) if base is None else _merged_weights(chunks, architecture, base),
+            architecture if weights is None else weights.architecture,
         ),
         write=write,
     )
+
+
+def _merged_weights(chunks: Sequence[nn.Module], architecture: Architecture, base: Path) -> Iterator[Weight]:
+    """Yield this rank's weights, for quantized ones those of a folder with their adapters merged into them."""
+    files = check_weights(architecture, base)
+    mappings = {mapping.mcore_name: mapping for mapping in files.architecture.family.mappings}
+    adapters = {id(adapter.weight): adapter for adapter in adapted_layers(chunks)}
+    for weight in rank_weights(chunks, architecture):
+        if not isinstance(quantized := weight.parameter, QuantizedWeight):
+            yield weight
+            continue
+        dense = torch.empty(quantized.shape, dtype=quantized.dtype, device=quantized.device)
+        whole = replace(weight, parameter=dense, mapping=mappings[weight.mapping.mcore_name])
+        read_weights([whole], files.architecture, files.trained)
+        if id(quantized) in adapters:
+            adapters[id(quantized)].merge_into(dense)
+        yield replace(weight, parameter=dense)
 
 
 def _as_stored(

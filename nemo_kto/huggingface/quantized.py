@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from nemo_kto.architecture.config_fields import Quantization
+from nemo_kto.layers.layer_settings import FORMATS, BaseFormat
+from nemo_kto.layers.weight_formats import Quantized, dequantize, unpack_e2m1
 from nemo_kto.model_files.safetensors_files import FLOATS, FP8, FP8_SCALE, INT32, UINT8, FileTensor
 
 Where = tuple[slice | int, ...]
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
-_BIAS, _NO_NUMBER = 127, 255
 # Ends of the names of tensors: those of MXFP4, and of compressed-tensors.
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _MXFP4_VALUES = 32  # that share a scale, two in a byte
@@ -65,6 +64,34 @@ class StoredWeight:
         values = part("")[where] if self.quantization is None else self._dequantized(part, where)
         return values.mT if self.swapped else values
 
+    def read_codes(
+        self, opened: Callable[[Path], Any], where: Where, form: BaseFormat, *, transposed: bool
+    ) -> Quantized | None:
+        """Return the stored codes and scales of a slice of a matrix; None if its file has another format.
+
+        With ``transposed`` the slice is that of the transpose of the matrix, as for the experts of gpt-oss.
+        """
+        if self.quantization is None or self.quantization.method != form.name or self.swapped:
+            return None
+        where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
+
+        def part(end: str) -> Any:
+            return opened(self.tensors[end].file).get_slice(self.name + end)
+
+        if form.name == "mxfp4":
+            *first, columns, rows = where
+            assert isinstance(columns, slice)
+            start, stop, _ = columns.indices(self.shape[-2])
+            blocks = (*first, rows, slice(start // _MXFP4_VALUES, stop // _MXFP4_VALUES))
+            return Quantized(part(_BLOCKS)[blocks].flatten(-2), part(_SCALES)[blocks]) if transposed else None
+        codes, block = part("")[where], self.quantization.block
+        scales = self._factors(part, where, self.shape).expand_as(codes)
+        if transposed:
+            codes, scales, block = codes.T, scales.T, block[::-1]
+        if block[1] is not None and block[1] % form.block[1]:
+            return None
+        return Quantized(codes.view(torch.uint8), scales[:, :: form.block[1]])
+
     def _dequantized(self, part: Callable[[str], Any], where: Where) -> Tensor:
         """Return the values of a slice of a quantized weight, given in the order of the file."""
         assert self.quantization is not None
@@ -73,9 +100,9 @@ class StoredWeight:
         assert isinstance(columns, slice)
         if self.quantization.method == "mxfp4":
             # the file has [..., out, in]
-            packed = [part(end)[(*first, columns)] for end in (_BLOCKS, _SCALES)]
-            return dequantize(*packed).mT[..., rows, :]
-        unpacked = {"int4": (_PER_WORD, unpack), "nvfp4": (_PER_BYTE, unpack_fp4)}.get(self.quantization.method)
+            blocks, scales = (part(end)[(*first, columns)] for end in (_BLOCKS, _SCALES))
+            return dequantize(Quantized(blocks.flatten(-2), scales), FORMATS["mxfp4"]).mT[..., rows, :]
+        unpacked = {"int4": (_PER_WORD, unpack_int4), "nvfp4": (_PER_BYTE, unpack_e2m1)}.get(self.quantization.method)
         stored = part(_PACKED if _PACKED in self.tensors else "")
         if unpacked is not None:
             per_item, unpack_items = unpacked
@@ -84,14 +111,17 @@ class StoredWeight:
             values = unpack_items(items)[..., start % per_item :][..., : stop - start : step]
         else:
             values = stored[where]
+        return values.float() * self._factors(part, where, shape)
+
+    def _factors(self, part: Callable[[str], Any], where: Where, shape: tuple[int, ...]) -> Tensor:
+        """Return the factors on the values of a slice, in fp32: one, or one for each value."""
+        assert self.quantization is not None
         end = next(end for end in _SCALE_ENDS if end in self.tensors)
         is_single = _is_number(self.tensors[end])
         scales = part(end)[...].float().squeeze() if is_single else _scales(part(end), where, shape, self.quantization)
         if _FACTOR in self.tensors:
-            scales = scales * part(_FACTOR)[...].float().squeeze()
-        elif _DIVISOR in self.tensors:
-            scales = scales / part(_DIVISOR)[...].float().squeeze()
-        return values.float() * scales
+            return scales * part(_FACTOR)[...].float().squeeze()
+        return scales / part(_DIVISOR)[...].float().squeeze() if _DIVISOR in self.tensors else scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +130,11 @@ class SeparateExperts(StoredWeight):
 
     parts: Sequence[Sequence[StoredWeight]]  # of each expert: gate and up, or down, which the tensor has side by side
     transposed: bool  # the tensor is [experts, in, out], not [experts, out, in]
+
+    def read_codes(
+        self, opened: Callable[[Path], Any], where: Where, form: BaseFormat, *, transposed: bool
+    ) -> Quantized | None:
+        return None
 
     def read(self, opened: Callable[[Path], Any], where: Where = ()) -> Tensor:
         where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
@@ -166,20 +201,7 @@ def _blocks_of(where: slice | int, size: int, block: int | None) -> tuple[slice,
     return slice(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
 
 
-def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize MXFP4 blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
-    values, exponents = unpack_fp4(blocks), scales.to(torch.int32)
-    factors = torch.ldexp(torch.ones(scales.shape), exponents - _BIAS).masked_fill_(exponents == _NO_NUMBER, torch.nan)
-    return (values * factors.unsqueeze(-1)).flatten(-2)
-
-
-def unpack_fp4(packed: Tensor) -> Tensor:
-    """Return the values of the e2m1 numbers in bytes [..., bytes]: fp32 [..., 2 * bytes]."""
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return torch.tensor(_VALUES)[codes.long()]
-
-
-def unpack(words: Tensor) -> Tensor:
+def unpack_int4(words: Tensor) -> Tensor:
     """Return the int4 values in int32 words [..., words]: int32 [..., 8 * words]."""
     shifts = torch.arange(0, 32, 32 // _PER_WORD, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2) - _OFFSET

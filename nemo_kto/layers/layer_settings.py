@@ -1,7 +1,8 @@
-"""Settings of layers that a model's configuration determines: RoPE, attention temperature scaling, experts."""
+"""Settings of layers: RoPE, attention temperature scaling, experts, formats of weights."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,3 +95,28 @@ class Experts:
     def has_own_router(self) -> bool:
         """Whether the router has a feature that megatron-core's lacks."""
         return bool(self.correction) or self.groups > 1 or self.scale != 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseFormat:
+    """A format of quantized weights [out, in]: codes of ``bits`` bits, and one scale for each block."""
+
+    name: str
+    bits: int  # of the code of a value
+    block: tuple[int, int]  # rows and columns of a weight in the files that have one scale
+    scale_bytes: int
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a rank's weight of this shape; in memory each row has scales of its own."""
+        values = math.prod(shape)
+        return values * self.bits // 8 + values // self.block[1] * self.scale_bytes
+
+
+FORMATS: dict[str, BaseFormat] = {
+    # 4-bit NormalFloat (Dettmers et al. 2023, arXiv 2305.14314), without double quantization, as bitsandbytes stores it
+    "nf4": BaseFormat(name="nf4", bits=4, block=(1, 64), scale_bytes=4),
+    # e4m3 with fp32 scales, as in the files of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2)
+    "fp8": BaseFormat(name="fp8", bits=8, block=(128, 128), scale_bytes=4),
+    # e2m1 with e8m0 scales (OCP Microscaling Formats 1.0), as in the files of gpt-oss
+    "mxfp4": BaseFormat(name="mxfp4", bits=4, block=(1, 32), scale_bytes=1),
+}

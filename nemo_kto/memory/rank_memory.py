@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.base_format import FORMATS, is_quantized
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings
 from nemo_kto.architecture.parameters import RankParameter, rank_parameters
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
@@ -138,6 +139,29 @@ class Training:
         """Return how many trained values each rank is assigned if those of an optimizer instance partition them."""
         return sum(each.total * self.optimizer_instances / self.copies(each) for each in parameters if each.trained)
 
+    def quantized(self, parameters: Iterable[RankParameter]) -> list[RankParameter]:
+        """Return the parameters that are stored in the format of a frozen base."""
+        return [each for each in parameters if is_quantized(each.name, self.architecture)]
+
+    def weight_bytes(self, parameters: Iterable[RankParameter]) -> float:
+        """Return the bytes of weights; in the format of a frozen base they are codes and scales."""
+        stored = self.element_bytes * sum(each.total for each in parameters)
+        for each in self.quantized(parameters):
+            form = FORMATS[str(self.architecture.base_format)]
+            stored += each.count * form.bytes_of(each.shape) - each.total * self.element_bytes
+        return stored
+
+    def dense_bytes(self, parameters: Iterable[RankParameter]) -> float:
+        """Return the bytes of the largest quantized weight while its dense values are computed for a product.
+
+        These are the values in fp32, and at first codes of 4 bits as int32, then the values in bf16.
+        """
+        if not (sizes := [each.numel for each in self.quantized(parameters)]):
+            return 0.0
+        bits = FORMATS[str(self.architecture.base_format)].bits
+        codes = _FP32 * bits // 8 if bits < 8 else 0
+        return max(sizes) * (_FP32 + max(codes, self.element_bytes % _FP32))
+
     def state_bytes(self) -> float:
         """Return the bytes of optimizer state on the device per trained value: two moments, and in bf16 the fp32 value."""
         main = 0 if self.element_bytes == _FP32 else _FP32
@@ -170,6 +194,7 @@ class RankMemory:
     optimizer: float
     activations: float  # saved for the backward passes of all in-flight micro-batches
     logprobs: float  # hidden states and logits of the last stage
+    dense: float  # the largest weight that is dequantized for a product; 0 if none is
     working: float  # the largest temporary during the reduction of gradients and the update of weights
     heap: float  # allocator fragmentation: freed activations that the C library keeps and cannot reuse, see :attr:`device`
     offloaded: float  # optimizer state on the host
@@ -202,9 +227,9 @@ class RankMemory:
         """
         passes = self.activations + self.logprobs
         if self.on_gpu:
-            return CONTEXT + self.static + max(passes, self.working)
+            return CONTEXT + self.static + max(passes + self.dense, self.working)
         loading = self.weights + self.gradients + self.file
-        return max(loading, self.static + passes + self.heap + self.working + self.checkpoint)
+        return max(loading, self.static + passes + self.dense + self.heap + self.working + self.checkpoint)
 
 
 def rank_memory(training: Training, *, stage: int) -> RankMemory:
@@ -226,11 +251,12 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         stage=stage,
         parameters=count,
         trained=trained,
-        weights=count * training.element_bytes + quantised,
+        weights=training.weight_bytes(parameters) + quantised,
         gradients=trained * training.gradient_bytes,
         optimizer=with_state * training.state_bytes(),
         activations=activations,
         logprobs=logprobs,
+        dense=training.dense_bytes(parameters),
         working=_working(training, stage, parameters),
         heap=0.0 if training.on_gpu else activations + logprobs,
         offloaded=training.offloaded_bytes(parameters),

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.layout_rules import expert_rules, mixer_rules, pipeline_rules, rank_rules
+from nemo_kto.config.rules.layout_rules import expert_rules, mixer_rules, pipeline_rules, quantize_rules, rank_rules
 from nemo_kto.config.schema import GPTConfig
 from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of
 from nemo_kto.errors import UserError
@@ -40,6 +40,7 @@ FULL_RECOMPUTATION: Values = {
 }
 NO_RECOMPUTATION: Values = dict.fromkeys(FULL_RECOMPUTATION)
 LORA: Values = {"peft.peft_scheme": "lora"}
+NF4: Values = {"quantize": "nf4"}
 _CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
 
 
@@ -317,7 +318,8 @@ def remedies(plan: Plan, *, lora: bool = True) -> list[str]:
     """Return alternative overrides that each make the run fit on the same ranks.
 
     There is at most one of each kind, the first in the order of increasing effect. If no single kind suffices, a combination
-    of several is returned; if that does not suffice either, moments in bf16, or else, with ``lora``, LoRA.
+    of several is returned; if that does not suffice either, moments in bf16, or else, with ``lora``, what
+    :func:`smaller_training` lists.
     """
     model = plan.run.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
@@ -346,12 +348,18 @@ def remedies(plan: Plan, *, lora: bool = True) -> list[str]:
         [sharded, [one_row], [FULL_RECOMPUTATION], tensor, pipeline, context, experts],
         [together],
         [narrow],
-        [[LORA, {**FULL_RECOMPUTATION, **one_row, **LORA}] if lora else []],
+        *([[change, {**FULL_RECOMPUTATION, **one_row, **change}]] for change in smaller_training(plan.run) if lora),
     ):
         found = [next(filter(fits, changes), None) for changes in kinds]
         if any(found):
             return [overrides(change) for change in found if change is not None]
     return []
+
+
+def smaller_training(run: ResolvedRun) -> list[Values]:
+    """Return the settings with which less is trained or kept, the smallest change first: LoRA, then a quantized base too."""
+    lora = [] if run.has_adapters else [LORA]
+    return lora if run.cfg.model.quantize else [*lora, {**NF4, **(lora[0] if lora else {})}]
 
 
 def expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
@@ -387,6 +395,7 @@ def is_possible(plan: Plan, run: ResolvedRun) -> bool:
         pipeline_rules(run, architecture.num_layers),
         expert_rules(run, *run.files.config),
         mixer_rules(run),
+        quantize_rules(run),
     )
     is_long = context in (1, plan.training.context_parallel) or plan.training.micro_batch_width // (2 * context) >= _CHUNK
     divides_mlps = not any(architecture.layers_with[Layers.DENSE]) or architecture.ffn_hidden_size % tensor == 0

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.base_format import FORMATS, is_quantized
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
@@ -47,7 +48,8 @@ from nemo_kto.layers.mlp import (
     with_bias,
 )
 from nemo_kto.layers.norm import ParallelLayer, PostNormLayer, ScaledResidualLayer, TorchLayerNorm, TorchNorm
-from nemo_kto.mixers.param_mapping import Layers
+from nemo_kto.layers.quantized_weight import quantized_linears
+from nemo_kto.mixers.param_mapping import MCORE, Layers
 
 
 def transformer_config(
@@ -309,6 +311,7 @@ class HiddenStateGPT(GPTModel):
     """
 
     adapters: LoRASettings | None = None  # those that ``add_adapters`` applied; None: the model's own weights are trained
+    base_format: str | None = None  # format of its quantized weights
     logit_softcap: float | None = None  # c in c tanh(logit / c); None: no soft cap
     shares_prompts = True  # its attention supports packs whose sequences share prompts
     # ends of the names of parameters whose size depends on the number of zero heads that pad the model
@@ -410,7 +413,12 @@ def build_gpt(
         use_cpu_initialization=empty,  # creates tensors on the device of the context below
     )
     vp_stage = chunk if split.chunks > 1 else None
-    with torch.device("meta") if empty else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if empty:
+            stack.enter_context(torch.device("meta"))
+        elif architecture.base_format is not None:
+            only_experts = not is_quantized(f"{MCORE}mlp.linear_fc1.weight", architecture)
+            stack.enter_context(quantized_linears(FORMATS[architecture.base_format], only_experts=only_experts))
         model = HiddenStateGPT(
             config=config,
             transformer_layer_spec=block_spec(architecture, config, vp_stage, use_te=use_te, share_prompts=share_prompts),
@@ -424,7 +432,7 @@ def build_gpt(
         )
     of_layers = {name for mixer in architecture.mixers for name in mixer.padded_with_heads}
     model.padded_with_heads = (*of_layers, "embedding.word_embeddings.lora_b")
-    model.logit_softcap = architecture.logit_softcap
+    model.logit_softcap, model.base_format = architecture.logit_softcap, architecture.base_format
     model.shares_prompts = share_prompts or not use_te
     if pre_process:
         scale = scale_of(architecture.hidden_size, params_dtype) if architecture.scaled_embedding else 1.0

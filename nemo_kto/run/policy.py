@@ -198,7 +198,8 @@ def export_policy(
 ) -> None:
     """Write the model to ``out`` in Hugging Face format, and its adapters to ``adapter_out`` in PEFT format; collective.
 
-    In the written model, adapters are merged into the weights; they stay merged in memory. None skips an export.
+    In the written model, adapters are merged into the weights; they stay merged in memory, except those of quantized
+    weights, which are merged into the weights in the files of the base model. None skips an export.
     ``max_shard_size_gb`` is the maximum size of a weight file in 10^9 bytes. ``info`` is the trainer.json of the exported
     checkpoint, and ``run_folder`` the folder of its run, for the model cards.
     """
@@ -218,8 +219,16 @@ def export_policy(
         if policy.adapters is not None:
             merge_adapters(chunks)
         size = int(max_shard_size_gb * 1e9)
-        copied_from = policy.files.original
-        export(chunks, architecture, source=source, out=out, max_shard_bytes=size, original=copied_from, describe=describe)
+        export(
+            chunks,
+            architecture,
+            source=source,
+            out=out,
+            max_shard_bytes=size,
+            original=policy.files.original,
+            base=None if architecture.base_format is None else policy.base_model,
+            describe=describe,
+        )
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
@@ -238,7 +247,8 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     saved = saved_adapters(checkpoint)
     if adapter and saved is None:
         raise UserError(f"{checkpoint} must contain adapters for --adapter, but it is a whole model; omit --adapter")
-    files, dtype = ModelFiles(source=checkpoint), checkpoint_dtype(checkpoint)
+    base_format = None if saved is None else saved.base_format
+    files, dtype = ModelFiles(source=checkpoint, base_format=base_format), checkpoint_dtype(checkpoint)
     architecture = files.architecture
     if adapter and saved is not None and (refusal := refused_by_peft(architecture.family, saved.settings)):
         text = f"{checkpoint} must have adapters that peft loads for --adapter, but {refusal}"

@@ -265,13 +265,15 @@ class Precomputation:
 
 def _open_cache(run: ResolvedRun, policy: Policy, engine: LogProbEngine) -> ReferenceCache:
     """Open the cache of log-probs of this reference; its settings and models determine the folder."""
-    data, fp8, other = run.cfg.model.data, run.cfg.model.fp8, run.reference_model
+    model, other = run.cfg.model, run.reference_model
     settings = {
         "precision": run.cfg.trainer.precision,
         "device": device.current_device().type,
         "mean over tokens": engine.average_log_probs,
-        **({} if fp8 is None else {"fp8": fp8}),
+        **{name: value for name in ("fp8", "quantize") if (value := getattr(model, name)) is not None},
     }
     own = [run.files.source, policy.base_model, run.files.adapter_folder]
     models = [*filter(None, own if other is None else [other.base, other.adapters])]
-    return ReferenceCache(folder=Path(data.cache_dir), settings=settings, models=models, shared=data.cache_shared)
+    return ReferenceCache(
+        folder=Path(model.data.cache_dir), settings=settings, models=models, shared=model.data.cache_shared
+    )

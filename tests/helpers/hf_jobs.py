@@ -32,9 +32,11 @@ from tests.helpers import hf_models
 ADAPTER_SEED = 5
 
 
-def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT, Architecture]:
-    files = ModelFiles(source=folder, tensor_parallel=layout.tensor, expert_tensor_parallel=layout.expert_tensor)
-    architecture = files.architecture
+def build(
+    folder: Path, layout: Layout, *, base_format: str | None = None, **settings: Any
+) -> tuple[HiddenStateGPT, Architecture]:
+    sizes = {"tensor_parallel": layout.tensor, "expert_tensor_parallel": layout.expert_tensor}
+    architecture = ModelFiles(source=folder, **sizes, base_format=base_format).architecture
     model = build_gpt(
         architecture,
         **{"params_dtype": torch.float32, **settings},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from nemo_kto.architecture.base_format import width_problem
 from nemo_kto.architecture.families import ExpertFields, Family
 from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, has_adaptable_experts
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit, SplitError
@@ -20,6 +21,7 @@ from nemo_kto.config.schema import GPTConfig
 from nemo_kto.device import device, environment
 from nemo_kto.device.precision import FP8_MULTIPLE, PRECISIONS
 from nemo_kto.errors import ConfigError, UserError, either
+from nemo_kto.model_files.checkpoint_files import is_checkpoint
 
 Errors = Iterator[ConfigError]
 _MODEL = "pretrained_checkpoint.restore_from_path"
@@ -294,6 +296,7 @@ def transformer_engine_version() -> tuple[int, int] | None:
 OLDEST_ENGINE = (2, 3)  # oldest Transformer Engine for fp8
 _FP8_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 _OFFLOAD, _MOMENTS, _FP8 = "model.optim.offload_fraction", "model.optim.moments_dtype", "model.fp8"
+_QUANTIZE = "model.quantize"
 _REDUCE = "model.optim.grad_reduce_in_fp32"
 _DETERMINISTIC = "trainer.deterministic"
 _SUMMANDS = "model.logprob_gradient_summands"
@@ -387,6 +390,7 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Errors:
     """
     yield from gpu_rules(run, computes)
     yield from _fp8_rules(run)
+    yield from quantize_rules(run)
     yield from mixer_rules(run)
     if run.cfg.trainer.deterministic and computes.on_gpu:
         yield from _deterministic_rules(run)
@@ -432,7 +436,7 @@ def _fp8_rules(run: ResolvedRun) -> Errors:
     if architecture.unsupported_by_te:
         parts = f"{' and '.join(architecture.unsupported_by_te)} ({architecture.family.name})"
         text = f"must be null for a model with {parts}, which Transformer Engine's layers lack, {got}; leave it out"
-        yield ConfigError(_FP8, text, ("pretrained_checkpoint.restore_from_path",))
+        yield ConfigError(_FP8, text, ("pretrained_checkpoint.restore_from_path", _QUANTIZE))
         return
     matrices = [each for each in rank_parameters(architecture) if each.is_multiplied]
     odd = [each for each in matrices if any(size % FP8_MULTIPLE for size in each.shape)]
@@ -441,3 +445,23 @@ def _fp8_rules(run: ResolvedRun) -> Errors:
         text = f"must be null if a size of a rank's matrices is not a multiple of {FP8_MULTIPLE}, {got} and {shape}"
         remedy = f"leave it out, or use another model.tensor_model_parallel_size than {architecture.tensor_parallel}"
         yield ConfigError(_FP8, f"{text}; {remedy}", ("model.tensor_model_parallel_size",))
+
+
+def quantize_rules(run: ResolvedRun) -> Errors:
+    """Check that the base model can be quantized: only adapters are trained, it is one model, and blocks divide its rows."""
+    if (value := run.cfg.model.quantize) is None:
+        return
+    if not run.has_adapters:
+        text = f"must be null if all weights are trained, got {value}; leave it out, or set {_SCHEME}=lora"
+        yield ConfigError(_QUANTIZE, text, (_SCHEME,))
+        return
+    if run.swapped_weights == "all":
+        text = f"must be null if the reference has another base model, got {value}; leave out one of the two"
+        yield ConfigError(_QUANTIZE, text, ("model.reference.restore_from_path", "model.reference.mode"))
+    if is_checkpoint(base := run.files.own.base):
+        text = f"must be null if the base model is a checkpoint, got {value} and {base}"
+        yield ConfigError(_QUANTIZE, f"{text}; export it first: nemo-kto export {base} FOLDER", (_MODEL,))
+    if (problem := width_problem(run.architecture)) is not None:
+        sizes = ", or another tensor-parallel size" * (run.architecture.tensor_parallel > 1)
+        text = f"must be null if blocks do not divide the weights of a rank, got {value}: {problem}"
+        yield ConfigError(_QUANTIZE, f"{text}; leave it out{sizes}", (_MODEL, _TENSOR, _EXPERT_TENSOR))

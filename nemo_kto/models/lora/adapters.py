@@ -43,6 +43,7 @@ from nemo_kto.architecture.segments import held, pieces, source_shapes, split_di
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
+from nemo_kto.layers.quantized_weight import QuantizedWeight
 from nemo_kto.mixers.param_mapping import ParamMapping, Split
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.lora_layers import Adapter, adapt_linear
@@ -109,7 +110,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
 @contextlib.contextmanager
 def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Context in which the adapters are off, so that the model is the base model; RuntimeError if they are merged."""
-    adapters = _adapters(chunks)
+    adapters = adapted_layers(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
         raise RuntimeError("cannot disable adapters that are merged into the weights")
     was_on = [adapter.adapter_is_on for adapter in adapters]
@@ -124,13 +125,17 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[nn.Module]) -> None:
-    """Merge every adapter into its weight; the model computes the same function. RuntimeError if already merged."""
+    """Merge every adapter into its weight, unless that is quantized; the model computes the same function.
+
+    RuntimeError if they are already merged.
+    """
     finish_gathers(chunks)
-    adapters = _adapters(chunks)
+    adapters = adapted_layers(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
         raise RuntimeError("the adapters are already merged into the weights")
     for adapter in adapters:
-        adapter.merge()
+        if not isinstance(adapter.weight, QuantizedWeight):
+            adapter.merge()
 
 
 def share_weights(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
@@ -145,7 +150,7 @@ def share_weights(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
 @torch.no_grad()
 def zero_adapters(chunks: Iterable[nn.Module]) -> None:
     """Reset B to zero and magnitudes to the norms of the rows, as at the start of training; the adapters then add zero."""
-    for adapter in _adapters(chunks):
+    for adapter in adapted_layers(chunks):
         adapter.lora_b.zero_()
         if adapter.lora_magnitude is not None:
             adapter.lora_magnitude.zero_()
@@ -154,7 +159,7 @@ def zero_adapters(chunks: Iterable[nn.Module]) -> None:
 @contextlib.contextmanager
 def constant_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """Context manager for passes during which no weight changes: DoRA's row norms and full B are computed only once."""
-    adapters = [each for each in _adapters(chunks) if each.lora_magnitude is not None or each.adapter_parts > 1]
+    adapters = [each for each in adapted_layers(chunks) if each.lora_magnitude is not None or each.adapter_parts > 1]
     for adapter in adapters:
         adapter.adapter_is_constant = True
     try:
@@ -169,7 +174,7 @@ def magnitudes(chunks: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
     """Return DoRA's magnitudes in fp32, keyed by ``lora_magnitude``; collective. RuntimeError if the adapters are merged."""
     chunks = [*chunks]
     finish_gathers(chunks)
-    adapters = [(adapter.lora_magnitude, adapter) for adapter in _adapters(chunks)]
+    adapters = [(adapter.lora_magnitude, adapter) for adapter in adapted_layers(chunks)]
     # merging has changed the norms of the weights
     if any(parameter is not None and adapter.adapter_is_merged for parameter, adapter in adapters):
         raise RuntimeError("cannot read the magnitudes of adapters that are merged into the weights")
@@ -179,7 +184,7 @@ def magnitudes(chunks: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
 @torch.no_grad()
 def set_magnitudes(chunks: Iterable[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> None:
     """Set DoRA's magnitudes to ``values``, a result of :func:`magnitudes`, given the current weights; collective."""
-    for adapter in _adapters(chunks):
+    for adapter in adapted_layers(chunks):
         if adapter.lora_magnitude is not None:
             adapter.set_magnitudes(values[adapter.lora_magnitude])
 
@@ -203,7 +208,8 @@ def _linears(
                 yield layer.get_submodule(path.format(expert=local.index(indices["expert"]))), indices
 
 
-def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
+def adapted_layers(chunks: Iterable[nn.Module]) -> list[Adapter]:
+    """Return the adapted layers of model chunks."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
 
 

@@ -178,26 +178,37 @@ class Adapter:
         return full_b
 
     def merge(self) -> None:
-        """Merge the adapter into the weight, in fp32 arithmetic with a single rounding."""
-        full_b, lora_a = self.full_b().float(), self.lora_a.float()
-        change = self._change()
-        merged = self.weight.float().add_(full_b @ lora_a, alpha=self.adapter_scale)
-        self.weight.copy_(merged if change is None else merged.addcmul_(merged, change.unsqueeze(1)))
+        """Merge the adapter into the weight."""
+        self.merge_into(self.weight)
         self.adapter_is_merged = True
+
+    @torch.no_grad()
+    def merge_into(self, weight: Tensor) -> None:
+        """Merge the adapter into ``weight``, in fp32 arithmetic with a single rounding; collective over the group.
+
+        ``weight`` is that of the layer, or the unquantized one, whose rows then get the magnitudes that were trained.
+        """
+        full_b, lora_a = self.full_b().float(), self.lora_a.float()
+        change = None
+        if self.lora_magnitude is not None:
+            norms = RowNorms(self._norms(self.weight).base, self._norms(weight).adapted)
+            change = Change.of(norms, self.has_magnitude).at(self.lora_magnitude)
+        merged = weight.float().add_(full_b @ lora_a, alpha=self.adapter_scale)
+        weight.copy_(merged if change is None else merged.addcmul_(merged, change.unsqueeze(1)))
 
     def magnitudes(self) -> Tensor:
         """Return DoRA's m of each row, zero for rows without one: [out of this rank], fp32; collective over the group."""
         assert self.lora_magnitude is not None
-        return (self._norms().base + self.lora_magnitude.detach().float()) * self.has_magnitude
+        return (self._norms(self.weight).base + self.lora_magnitude.detach().float()) * self.has_magnitude
 
     def set_magnitudes(self, values: Tensor) -> None:
         """Set the magnitudes to ``values``, a result of :meth:`magnitudes`; collective over the tensor-parallel group."""
         assert self.lora_magnitude is not None
-        self.lora_magnitude.data.copy_((values - self._norms().base) * self.has_magnitude)
+        self.lora_magnitude.data.copy_((values - self._norms(self.weight).base) * self.has_magnitude)
 
-    def _norms(self) -> RowNorms:
+    def _norms(self, weight: Tensor) -> RowNorms:
         columns_over = None if self.is_column else self.adapter_group
-        return row_norms(self.weight, self.full_b(), self.lora_a, self.adapter_scale, columns_over=columns_over)
+        return row_norms(weight, self.full_b(), self.lora_a, self.adapter_scale, columns_over=columns_over)
 
     def _change(self) -> Tensor | None:
         """Return m / ||W + s B A|| - 1 of each row, [out of this rank], in fp32; None without magnitudes."""
@@ -205,7 +216,7 @@ class Adapter:
             return None
         change = self.adapter_change
         if change is None:
-            change = Change.of(self._norms(), self.has_magnitude)
+            change = Change.of(self._norms(self.weight), self.has_magnitude)
         if self.adapter_is_constant:
             self.adapter_change = change
         return change.at(self.lora_magnitude)

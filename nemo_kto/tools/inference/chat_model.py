@@ -22,6 +22,7 @@ from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, plural
 from nemo_kto.model_files.companion_files import auto_class, read_generation_settings
 from nemo_kto.tools.inference.opening import open_model
+from nemo_kto.tools.inference.quantized_base import QuantizedLinear
 from nemo_kto.tools.inference.sampling import Sampling
 
 DEFAULT_NEW_TOKENS = 512  # if neither the command nor generation_config.json limits an answer
@@ -68,14 +69,23 @@ class ChatModel:
         stop_ids: the tokens that end an answer.
     """
 
-    def __init__(self, *, label: str, folder: Path, base: Path | None = None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, *, label: str, folder: Path, base: Path | None = None, base_format: str | None = None, dtype: torch.dtype
+    ) -> None:
         """Load a Hugging Face folder, or adapters in PEFT format with the folder of their ``base`` model.
+
+        With ``base_format`` the base model is quantized.
 
         Raises UserError if the model or its tokenizer cannot be loaded, or peft is not installed for adapters.
         """
         whole = folder if base is None else base
         self.label, self._folder = label, whole
-        how: Any = {"adapters": None if base is None else folder, "class_name": auto_class(whole), "dtype": dtype}
+        how: Any = {
+            "adapters": None if base is None else folder,
+            "base_format": base_format,
+            "class_name": auto_class(whole),
+            "dtype": dtype,
+        }
         self._model = to_device(open_model(whole, remedy=_REMEDY, **how))
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(whole)  # transformers reads config.json for it too
         self.has_template = bool(self._tokenizer.chat_template)
@@ -147,6 +157,7 @@ class ChatModel:
     def describe(self) -> str:
         """Return family, size, dtype and device of the model."""
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        parameters += sum(each.weight.numel() for each in self._model.modules() if isinstance(each, QuantizedLinear))
         dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[self._model.dtype]
         size = f"{parameters / 1e6:,.0f} M" if parameters >= 1e6 else f"{parameters:,}"
         return f"{self._model.config.model_type}, {size} parameters, {dtype}, {device.device_name()}"

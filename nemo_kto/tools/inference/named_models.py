@@ -8,8 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nemo_kto.architecture.base_format import FORMATS
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.tokens.rendering import renderer
 from nemo_kto.errors import UserError
@@ -93,6 +94,14 @@ def base_of_adapters(folder: Path) -> Path | None:
     return find_model("the base model of the adapters", name if Path(name).is_dir() else f"{HUB}{name}")
 
 
+def base_format_of(folder: Path) -> str | None:
+    """Return the format of the base model in the run that trained the adapters in ``folder``; None if it has none."""
+    if not is_peft_folder(folder):
+        return None
+    value = read_saved(folder.absolute().parent / CONFIG_FILE).get("model.quantize")
+    return value if value in FORMATS else None
+
+
 @contextlib.contextmanager
 def trials() -> Iterator[None]:
     """Start the processes that try models and render templates while this one imports libraries; end that of models."""
@@ -110,8 +119,11 @@ def load_models(named: Mapping[str, Path]) -> list[ChatModel]:
         from nemo_kto.tools.inference.chat_model import ChatModel, faster_dtype
 
         take_over()
-        dtype = faster_dtype()
-        return [ChatModel(label=label, folder=folder, base=bases[label], dtype=dtype) for label, folder in named.items()]
+        how: Any = {"dtype": faster_dtype()}
+        return [
+            ChatModel(label=label, folder=folder, base=bases[label], base_format=base_format_of(folder), **how)
+            for label, folder in named.items()
+        ]
 
 
 def load_reward_model(option: str, name: str) -> RewardModel:

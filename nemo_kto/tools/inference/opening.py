@@ -44,6 +44,7 @@ def open_model(
     folder: Path,
     *,
     adapters: Path | None = None,
+    base_format: str | None = None,
     class_name: str,
     dtype: torch.dtype,
     remedy: str,
@@ -51,6 +52,7 @@ def open_model(
 ) -> Any:
     """Load a model with a class of transformers, and merge adapters in PEFT format, without network access and foreign code.
 
+    With ``base_format``, a name in ``base_format.FORMATS``, the base model is quantized, and the adapters are not merged.
     ``accept`` gets architectures and num_labels of config.json before weights are read, and may raise a UserError. Raises
     UserError if a file is damaged or outside its folder, weights are missing, or building the model reaches a limit.
     """
@@ -70,10 +72,11 @@ def open_model(
         text = f"got {config['parameters']:,} parameters and files of {weights_bytes:,} bytes"
         raise UserError(f"{name} must describe the model whose weights are in the folder, {text}; {remedy}")
     accept(config)
-    return _load(folder, adapters, class_name, dtype, remedy)
+    model = _load(folder, class_name, dtype, remedy)
+    return model if adapters is None else _adapt(model, folder, adapters, base_format)
 
 
-def _load(folder: Path, adapters: Path | None, class_name: str, dtype: torch.dtype, remedy: str) -> Any:
+def _load(folder: Path, class_name: str, dtype: torch.dtype, remedy: str) -> Any:
     with _named(f"{folder}: the model cannot be loaded", remedy):
         import transformers
 
@@ -90,24 +93,29 @@ def _load(folder: Path, adapters: Path | None, class_name: str, dtype: torch.dty
         )
     if missing := sorted(info["missing_keys"]):  # transformers draws them at random
         raise UserError(f"{folder} must have all weights of the model, got none for {_some(missing)}; {remedy}")
-    return model if adapters is None else _merge(model, folder, adapters)
+    return model
 
 
-def _merge(model: Any, folder: Path, adapters: Path) -> Any:
+def _adapt(model: Any, folder: Path, adapters: Path, base_format: str | None) -> Any:
     mapping = key_mapping(adapters, folder)
     with warnings.catch_warnings(record=True) as said, _named(f"{adapters}: {_PEFT_MUST}", _ADAPTER_REMEDY):
         from peft import PeftModel
 
         warnings.simplefilter("always")
         named: Any = {"config": _peft_config(adapters), "key_mapping": mapping}
-        merged = PeftModel.from_pretrained(model, str(adapters), **named).merge_and_unload()
+        adapted = PeftModel.from_pretrained(model, str(adapters), **named)
     # Without effect in other parts, such as those for images, whose modules may have the same names.
     prefix, names = text_model_prefix(folder), read_header(adapters / ADAPTER_WEIGHTS)[0]
     start = MODULES + prefix if prefix is not None else beginning_of(names) or MODULES
     absent = [name for each in said for name in re.findall(r"'([^']+)'", str(each.message)) if name.startswith(start)]
     if absent:
         raise UserError(f"{adapters} must have all weights of the adapters, got none for {_some(absent)}; {_ADAPTER_REMEDY}")
-    return merged
+    if base_format is None:
+        return adapted.merge_and_unload()
+    from nemo_kto.tools.inference.quantized_base import quantize_base
+
+    quantize_base(adapted, folder, base_format, start=start)
+    return adapted.get_base_model()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from nemo_kto.config.compose import is_auto
 from nemo_kto.config.resolved import LAYOUT_SETTINGS, ResolvedRun
 from nemo_kto.errors import ConfigError
 from nemo_kto.memory.hardware import Machines
-from nemo_kto.memory.run_plan import LORA, ROOM, Plan, make_plan, overrides, size, with_precision
+from nemo_kto.memory.run_plan import ROOM, Plan, make_plan, overrides, size, with_precision
 from nemo_kto.tools.plan.layouts import best_layouts, find_shortage, layouts, values_of
 from nemo_kto.utils.fields import echo
 
@@ -65,7 +65,7 @@ def _nothing_fits(plan: Plan) -> ConfigError:
     machines, shortage, kept = plan.machines, find_shortage(plan), overrides(plan.fixed)
     got = f"{machines.ranks} x {machines.hardware.name}, {size(machines.hardware.memory)} each"
     remedies = [] if shortage.gpus is None else [f"use {shortage.gpus} of these GPUs"]
-    remedies += [] if shortage.lora is None else [f"use {overrides(LORA)}"]
+    remedies += [] if shortage.smaller is None else [f"use {overrides(shortage.changes)}"]
     remedies += [f"leave out {kept}"] if kept else []
     remedy = ", or ".join(remedies) or "use larger GPUs, or a smaller model"
     text = f"must have a layout that fits and that `nemo-kto plan` considers, but auto found none for {got}"

@@ -13,7 +13,6 @@ from nemo_kto.memory.rank_memory import RankMemory, rank_memory
 from nemo_kto.memory.run_plan import (
     AXES,
     FULL_RECOMPUTATION,
-    LORA,
     NO_RECOMPUTATION,
     Plan,
     Values,
@@ -23,6 +22,7 @@ from nemo_kto.memory.run_plan import (
     expert_degrees,
     is_possible,
     make_plan,
+    smaller_training,
 )
 from nemo_kto.tools.plan.speed import speed_of
 
@@ -121,11 +121,12 @@ class Shortage:
     whole: RankMemory  # of one rank that would hold the whole model
     gpus: int | None  # smallest number of GPUs of this kind that fits; None if none of those tried does
     most_tried: int
-    lora: Plan | None  # LoRA on the GPUs given; None if it does not fit either, or the run has adapters already
+    smaller: Plan | None  # adapters, or a quantized base too, on the GPUs given; None if that does not fit either
+    changes: Values  # settings of ``smaller``
 
 
 def find_shortage(plan: Plan) -> Shortage:
-    """Search a larger number of GPUs, and LoRA, for a plan of which no layout fits."""
+    """Search a larger number of GPUs, LoRA, and a quantized base, for a plan of which no layout fits."""
     training = plan.training
     one_rank = replace(
         training,
@@ -140,14 +141,17 @@ def find_shortage(plan: Plan) -> Shortage:
     sufficient = math.ceil((whole.weights + whole.gradients + whole.optimizer) / plan.machines.hardware.memory)
     counts = list(islice(_counts(max(plan.machines.ranks + 1, sufficient)), _COUNTS))
     larger = (replace(plan, machines=replace(plan.machines, ranks=count)) for count in counts)
-    lora = None
-    if plan.training.adapters is None:
-        lora = replace(make_plan(changed(plan.run, LORA), plan.machines), fixed=plan.fixed)
+    changes, smaller = {}, None
+    for changes in smaller_training(plan.run):
+        start = replace(make_plan(changed(plan.run, changes), plan.machines), fixed=plan.fixed)
+        if (smaller := next(iter(best_layouts(start, 1)), None)) is not None:
+            break
     return Shortage(
         whole=whole,
         gpus=next((each.machines.ranks for each in larger if any(fitting_layouts(each))), None),
         most_tried=counts[-1],
-        lora=None if lora is None else next(iter(best_layouts(lora, 1)), None),
+        smaller=smaller,
+        changes=changes,
     )
 
 

@@ -17,10 +17,10 @@ from nemo_kto.config.rules.layout_rules import OLDEST_ENGINE, Computes, computes
 from nemo_kto.config.rules.training_rules import run_errors
 from nemo_kto.errors import ConfigError, error_of
 from nemo_kto.memory.hardware import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Machines, gpus_elsewhere, these_machines
-from nemo_kto.memory.run_plan import LORA, Plan, make_plan, overrides, with_precision
+from nemo_kto.memory.run_plan import make_plan, overrides, with_precision
 from nemo_kto.processes.ranks import World
 from nemo_kto.tools.plan.auto import settle
-from nemo_kto.tools.plan.layouts import best_layouts, find_shortage, values_of
+from nemo_kto.tools.plan.layouts import Shortage, best_layouts, find_shortage, values_of
 from nemo_kto.tools.plan.plan_text import plan_text, search_text, shortage_text
 
 _MODEL, _DATA = POSITIONS.values()
@@ -88,8 +88,8 @@ def main(
     files = {"--config-dir": config_dir, "--config-name": config_name}
     source_options = [f"{option}={value}" for option, value in files.items() if value is not None]
     command_words = ["nemo-kto", algorithm, *source_options]
-    lora = "" if shortage.lora is None else _lora_command(command_words, words, shortage.lora, gpus=plan.machines.ranks)
-    print(shortage_text(plan, shortage, lora_command=lora))
+    smaller = _smaller_command(command_words, words, shortage, gpus=plan.machines.ranks)
+    print(shortage_text(plan, shortage, command=smaller))
     return DOES_NOT_FIT
 
 
@@ -99,16 +99,18 @@ def _machines(run: ResolvedRun, *, gpus: int | None, gpu: str, memory: float | N
     return machines if memory is None else machines.with_memory(memory * 1e9)
 
 
-def _lora_command(command_words: Sequence[str], words: Sequence[str], lora: Plan, *, gpus: int) -> str:
-    """Return the command that trains with LoRA in the layout ``lora``; ``words`` are those of the run that does not fit."""
+def _smaller_command(command_words: Sequence[str], words: Sequence[str], shortage: Shortage, *, gpus: int) -> str:
+    """Return the command of the smaller training that fits; ``words`` are those of the run that does not fit."""
+    if shortage.smaller is None:
+        return ""
     devices = max(count for count in range(1, GPUS_PER_MACHINE + 1) if gpus % count == 0)
     machines = {"trainer.num_nodes": gpus // devices} if gpus > GPUS_PER_MACHINE else {}
     machines["trainer.devices"] = devices
-    layout = values_of(lora)
-    replaced = {*machines, *(f"model.{name}" for name in (*layout, *LORA, "micro_batch_size"))}
+    layout = values_of(shortage.smaller)
+    replaced = {*machines, *(f"model.{name}" for name in (*layout, *shortage.changes, "micro_batch_size"))}
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
     settings = [f"{key}={value}" for key, value in machines.items()]
-    return shlex.join([*command_words, *kept, *settings, *overrides({**LORA, **layout}).split()])
+    return shlex.join([*command_words, *kept, *settings, *overrides({**shortage.changes, **layout}).split()])
 
 
 def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:

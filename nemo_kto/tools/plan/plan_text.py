@@ -60,6 +60,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         "optimizer": size(largest.optimizer),
         "activations": f"{size(largest.activations)}, of {in_flight} {unit}",
         "log-probs": size(largest.logprobs),
+        **({"dequantized": f"{size(largest.dense)}, the largest weight in a product"} if largest.dense else {}),
         **({"update": f"{size(largest.working)} of temporary tensors"} if largest.working else {}),
         **({"heap": f"{size(largest.heap)} of allocator fragmentation"} if largest.heap else {}),
         **{name: f"{size(count)} {places[name]}" for name, count in copies.items() if count},
@@ -90,8 +91,8 @@ def search_text(plan: Plan, found: Sequence[Plan]) -> str:
     return table(f"nemo-kto plan {plan.run.cfg.recipe.name}: {title}", lines)
 
 
-def shortage_text(plan: Plan, shortage: Shortage, *, lora_command: str) -> str:
-    """Return the report of a layout search in which nothing fits; ``lora_command`` trains with LoRA on the GPUs given."""
+def shortage_text(plan: Plan, shortage: Shortage, *, command: str) -> str:
+    """Return the report of a layout search in which nothing fits; ``command`` trains ``shortage.smaller``."""
     whole, gpu = shortage.whole, plan.machines.hardware.name
     parts = {"weights": whole.weights, "gradients": whole.gradients, "optimizer state": whole.optimizer}
     of_parts = ", ".join(f"{size(count)} of {name}" for name, count in parts.items())
@@ -105,11 +106,10 @@ def shortage_text(plan: Plan, shortage: Shortage, *, lora_command: str) -> str:
         "GPUs": fitting,
         **({"or use": ", or ".join(others)} if others else {}),
     }
-    if shortage.lora is not None:
-        lines["LoRA"] = (
-            f"{size(shortage.lora.largest.device)} a rank, {_rate(shortage.lora, speed_of(shortage.lora))} ({_ESTIMATE})"
-        )
-        lines["command"] = lora_command
+    if (smaller := shortage.smaller) is not None:
+        name = "LoRA" if smaller.run.cfg.model.quantize is None else "QLoRA"
+        lines[name] = f"{size(smaller.largest.device)} a rank, {_rate(smaller, speed_of(smaller))} ({_ESTIMATE})"
+        lines["command"] = command
     return table(f"nemo-kto plan {plan.run.cfg.recipe.name}: no layout fits on {_machines(plan)}", lines)
 
 
@@ -131,10 +131,16 @@ def _run_lines(plan: Plan) -> dict[str, str]:
         "model": f"{model}, {short(whole)} parameters, {how}",
         **plan.run.files.output_line,
         **plan.run.files.attention_line,
-        "precision": cfg.trainer.precision + ("" if cfg.model.fp8 is None else f", fp8 {cfg.model.fp8}"),
+        "precision": _precision(plan),
         "step": f"{rows}, {plan.step.tokens:,} tokens {'in sequences of' if counted else 'if all are'} "
         f"{plan.step.width:,} tokens{', the mean of the training rows' if counted else ' long'}",
     }
+
+
+def _precision(plan: Plan) -> str:
+    cfg = plan.run.cfg
+    further = {"fp8": cfg.model.fp8, "frozen linear layers in": cfg.model.quantize}
+    return ", ".join([cfg.trainer.precision, *(f"{name} {value}" for name, value in further.items() if value is not None)])
 
 
 def _layout(plan: Plan) -> str:

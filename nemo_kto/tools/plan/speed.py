@@ -203,6 +203,8 @@ def _again(training: Training, block: Block) -> int:
 EFFICIENCY = 0.5
 # Fraction of its peak bandwidth that a link, and the memory of a GPU, reaches; assumptions.
 LINK_EFFICIENCY, MEMORY_EFFICIENCY = 0.6, 0.85
+# Bytes that the memory of a GPU moves for a dequantized value: codes as integers, values in fp32, their scaling, and bf16.
+_DEQUANTIZED_BYTES = 22
 # Seconds in which the host launches the kernels of a layer backward, and how many times longer all launches take with
 # adapters; assumptions.
 _BACKWARD_LAUNCHES, _ADAPTER_LAUNCHES = 3e-4, 2
@@ -280,7 +282,7 @@ def _stage_seconds(training: Training, step: Step, hardware: Hardware, stage: in
     seconds = flops / (training.tensor_parallel * training.replicas) / _reached_flops(hardware, training.element_bytes)
     if hardware.link is None or hardware.network is None or hardware.bandwidth is None:
         return seconds
-    seconds += _experts_seconds(training, step, hardware, stage)
+    seconds += _experts_seconds(training, step, hardware, stage) + _dequantized_seconds(training, step, hardware, stage)
     seconds += _sending_seconds(training, traffic, hardware.link * LINK_EFFICIENCY, hardware.network * LINK_EFFICIENCY)
     passes = 1 + step.forward_only + (training.recompute == "full")
     layers = len({block.layer for block in training.blocks[stage]})
@@ -307,6 +309,15 @@ def _experts_seconds(training: Training, step: Step, hardware: Hardware, stage: 
     lost = products * _SMALL_PRODUCT / tokens / _reached_flops(hardware, training.element_bytes)
     moved = 4 * 2 * architecture.hidden_size * training.element_bytes * choices * (passes + len(blocks))
     return lost + moved / (hardware.bandwidth * MEMORY_EFFICIENCY)
+
+
+def _dequantized_seconds(training: Training, step: Step, hardware: Hardware, stage: int) -> float:
+    """Return the seconds in which a rank dequantizes its weights, once for each product of a micro-batch."""
+    assert hardware.bandwidth is not None, "only for GPUs"
+    values = sum(each.total for each in training.quantized(training.parameters[stage]))
+    passes = 2 + step.forward_only + (training.recompute == "full")
+    moved = values * passes * training.split.micro_batches(step.micro_batches) * _DEQUANTIZED_BYTES
+    return moved / (hardware.bandwidth * MEMORY_EFFICIENCY)
 
 
 def _sending_seconds(training: Training, traffic: Traffic, link: float, network: float) -> float:

@@ -11,6 +11,7 @@ from nemo_kto.config.checker import override_value
 from nemo_kto.errors import printable
 from nemo_kto.utils.files import load_yaml
 
+_QUANTISED = "quantization_config"  # option with the arguments of BitsAndBytesConfig
 _MAX_DEPTH = 20  # of the lists and mappings in a value
 _COUNTS = frozenset(  # which must be above 0
     "per_device_train_batch_size gradient_accumulation_steps global_batch_size micro_batch_size nproc_per_node nnodes "
@@ -105,11 +106,12 @@ class Options:
         entry = table()["trainers"][trainer]
         found = cls(trainer=trainer, title=entry["title"], implied_loss=implied_loss)
         values, original, on = found.given, found.original, entry["enabled"]
-        if isinstance(parts := read_value(given.get("model_init_kwargs")), Mapping):
-            given = {name: value for name, value in given.items() if name != "model_init_kwargs"}
-            given |= {f"model_init_kwargs.{part}": value for part, value in parts.items()}
+        for section in ("model_init_kwargs", f"model_init_kwargs.{_QUANTISED}", _QUANTISED):
+            if isinstance(parts := read_value(given.get(section)), Mapping):
+                given = {name: value for name, value in given.items() if name != section}
+                given |= {f"{section}.{part}": value for part, value in parts.items()}
         for theirs, value in given.items():
-            inner = theirs.removeprefix("model_init_kwargs.")
+            inner = theirs.removeprefix("model_init_kwargs.").removeprefix(f"{_QUANTISED}.")
             is_negated = theirs.startswith("no_") and theirs[3:] in on  # as HfArgumentParser names them
             name = theirs[3:] if is_negated else entry["names"].get(inner, inner)
             value = not read_value(value) if is_negated else read_value(value)
@@ -119,6 +121,8 @@ class Options:
                 values[name], original[name] = value, name if is_negated else theirs
         kind = "lora" if trains_adapters(entry["defaults"] | values) else "full"
         found.defaults |= entry["defaults"] | entry.get(kind, {})
+        if any(f"{_QUANTISED}." in theirs for theirs in original.values()):
+            found.defaults["bnb_4bit_quant_type"] = "fp4"  # of BitsAndBytesConfig
         for name, value in list(values.items()):
             is_count = name in _COUNTS and is_finite(value) and value <= 0
             if name in _NUMBERS and value is not None and (is_count or not is_finite(value)):

@@ -111,7 +111,7 @@ def translate(
         recipe = recipe or named
     options = Options.of(given, trainer=trainer, implied_loss=loss)
     options.settled.update(["rlhf_type"] if method is not None else [])
-    for convert in (_model, _data, convert_loss, _batch, _length, _schedule, _adapters, _precision, _intervals):
+    for convert in (_model, _data, convert_loss, _batch, _length, _schedule, _adapters, _quantised, _precision, _intervals):
         convert(options, recipe)
     _experts(options, method, with_defaults=with_defaults and trainer == "trl")
     _same_values(options, recipe)
@@ -341,6 +341,25 @@ def _adapters(options: Options, recipe: Recipe) -> None:
         options.reject("layers_to_transform", "its entries must be numbers")
     elif layers:
         options.set(f"{tuning}.layer_selection", [int(layer) + 1 for layer in layers], "layers_to_transform")
+
+
+def _quantised(options: Options, recipe: Recipe) -> None:
+    """Set the form of the frozen weights: NF4 for the four bits of bitsandbytes, whatever their type."""
+    key, names = "model.quantize", ("load_in_4bit", "quant_bits", "quant_method")
+    kind, nested = "bnb_4bit_quant_type", "use_bnb_nested_quant"
+    if options.get("load_in_4bit") is not True and (options.get("quant_bits"), options.get("quant_method")) != (4, "bnb"):
+        return
+    if not trains_adapters(options.defaults | options.given):
+        for name in names:
+            options.reject(name, "all weights are trained, because no option selects LoRA")
+        return
+    options.set(key, "nf4", *names)
+    if options.get(kind) == "fp4":
+        options.notes.append(f"{key}: FP4 in {options.title}; NF4 has as many bits, and smaller errors")
+        options.settled.add(kind)
+    if options.get(nested) is True:
+        options.notes.append(f"{key}: {options.title} also quantises the scales, here fp32 (0.4 bits a value more)")
+        options.settled.add(nested)
 
 
 def _precision(options: Options, recipe: Recipe) -> None:

@@ -188,6 +188,11 @@ class _Program:
         if found is None:
             return {} if node is None else {"model_name_or_path": node}
         given = self.arguments(found, ("pretrained_model_name_or_path",))
+        quantised = self.value(given.get("quantization_config"))
+        if isinstance(quantised, ast.Call) and _called(quantised) == "BitsAndBytesConfig":
+            parts = self.arguments(quantised, ("load_in_8bit", "load_in_4bit"))
+            given |= {f"quantization_config.{part}": value for part, value in parts.items()}
+            del given["quantization_config"]
         own = [given.pop(name) for name in ("pretrained_model_name_or_path", "model_name") if name in given]
         for name in given.keys() - {"model_revision", "dtype"}:  # objects, such as quantization_config
             if isinstance(self.value(given[name]), ast.Call | ast.Name | ast.Attribute | ast.Subscript):

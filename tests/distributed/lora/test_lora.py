@@ -291,7 +291,7 @@ def merge_into_grouped(folder: Path) -> list[bool]:
     share_weights(carrier, model)
     merge_adapters([carrier])
     share_weights(carrier, grouped)
-    for adapter in adapters._adapters([carrier]):
+    for adapter in adapters.adapted_layers([carrier]):
         adapter.adapter_is_merged = False
     merge_adapters([carrier])
     after = dict(grouped.named_parameters())

@@ -11,7 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from nemo_kto.architecture.base_format import FORMATS
+from nemo_kto.layers.weight_formats import dequantize, quantize
+from nemo_kto.tools.inference.named_models import base_format_of
 from nemo_kto.tools.inference.opening import open_model
+from nemo_kto.tools.inference.quantized_base import QuantizedLinear
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 _TEXT = {**_SIZES, "vocab_size": 100, "num_key_value_heads": 4, "head_dim": 8}
@@ -68,6 +72,30 @@ def test_adapters_are_merged_as_by_peft(kind: str, tiny_llama: Path, tmp_path: P
     adapters = write_adapters(load(tiny_llama), _ADAPTERS[kind], tmp_path)
     merged = peft.PeftModel.from_pretrained(load(tiny_llama), str(adapters)).merge_and_unload()
     assert_same(opened(tiny_llama, adapters), merged.state_dict())
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("form", ["nf4", "fp8"])
+def test_a_base_that_the_run_quantized(form: str, dora: bool, tmp_path: Path) -> None:
+    """As peft with a base whose linear layers have the dequantized values; the output layer is not quantized."""
+    sizes = {**_TEXT, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
+    base = write_model(tmp_path / "model", "llama", **sizes)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], use_dora=dora)
+    adapters = write_adapters(load(base), config, tmp_path / "run" / "adapter")
+    (tmp_path / "run" / "config.yaml").write_text(f"algorithm: kto\nmodel: {{quantize: {form}}}")
+    expected, format_ = load(base), FORMATS[form]
+    for name, parameter in expected.named_parameters():
+        if ".layers." in name and parameter.dim() == 2:
+            parameter.data = dequantize(quantize(parameter.data, format_), format_)
+    expected = peft.PeftModel.from_pretrained(expected, str(adapters)).eval()
+    how: Any = {"class_name": "AutoModelForCausalLM", "dtype": torch.float32, "remedy": "no"}
+    model = open_model(base, adapters=adapters, base_format=base_format_of(adapters), **how).eval()
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert sum(isinstance(each, QuantizedLinear) for each in model.modules()) == 7
+    assert base_format_of(base) is None
 
 
 @pytest.mark.parametrize("family", _WRAPPERS)

@@ -107,7 +107,10 @@ OUTPUTS = {
     "too_few_gpus": (1, "kto llama lr=1e-5 --gpus 1 --memory 24"),
     "nearly_fits": (1, "kto llama lr=1e-5 --gpus 1 --memory 146 model.micro_batch_size=64"),
     "too_small_gpus": (1, "kto llama lr=1e-5 --gpus 16 --memory 10 model.global_batch_size=2"),
-    "no_lora_either": (1, "kto llama lr=1e-5 --gpus 2 --memory 10"),
+    # 6.98 B values in layers with 4.5 bits, 1.05 B of embedding and output layer with 16
+    "qlora": (1, f"kto llama lr=1e-5 --gpus 1 --memory 16 {LORA}"),
+    "quantized": (0, f"kto llama --gpus 8 {TP(4)} {LORA} quantize=nf4"),
+    "no_lora_either": (1, "kto llama lr=1e-5 --gpus 2 --memory 5"),
     "this_machine": (1, f"kto llama hardware=cpu trainer.precision=32 trainer.devices=2 {LORA} {QKV}"),
     "busy_machine": (1, f"dpo llama hardware=cpu trainer.precision=32 {LORA}"),
 }
@@ -129,7 +132,8 @@ def test_the_output(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: 
         of_machines = re.findall(r"--gpus \d+ --memory \d+", command)[0].split()
         pasted, output = planned(capsys, *words, *of_machines)
         assert (pasted, table_of(output)["verdict"]) == (0, "fits")
-        assert table["LoRA"].split()[:2] == table_of(output)["total"].split()[:2]
+        (adapted,) = table.keys() & {"LoRA", "QLoRA"}
+        assert table[adapted].split()[:2] == table_of(output)["total"].split()[:2]
 
 
 def test_the_parameters_of_latent_attention_are_those_published(here: Path) -> None:

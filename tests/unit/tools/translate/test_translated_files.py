@@ -26,7 +26,7 @@ KEYS = {
     "batch": "model.global_batch_size", "length": "model.data.seq_length", "cut": "model.data.truncation_mode",
     "epochs": "trainer.NAME.max_epochs", "steps": "trainer.NAME.max_steps", "part": "trainer.NAME.limit_train_batches",
     "split": "model.data.splits_string", "precision": "trainer.precision", "fields": "model.data.fields",
-    "scheme": "model.peft.peft_scheme",
+    "scheme": "model.peft.peft_scheme", "quantize": "model.quantize",
 }  # fmt: skip
 TUNING = {
     "rank": "adapter_dim", "alpha": "alpha", "dropout": "adapter_dropout", "targets": "target_modules", "rslora": "rslora",
@@ -45,7 +45,8 @@ ALL, QV = "all-linear", ("q_proj", "v_proj")
 COMMON: dict[str, Any] = {
     "eps": 1e-8, "clip": 1.0, "beta": 0.1, "min_lr": 0.0, "warmup": 0, "warmup_ratio": None, "loss": "dpo", "mean": False,
     "weight": 1.0, "sft": 0.0, "sft_mean": False, "epochs": 3, "steps": -1, "part": 1.0, "split": None, "precision": "auto",
-    "scheme": "none", "fields": None, "rslora": False, "smoothing": None, "exo": None, "gamma": None, "token_mean": False,
+    "scheme": "none", "quantize": None, "fields": None, "rslora": False, "smoothing": None, "exo": None, "gamma": None,
+    "token_mean": False,
     "orpo_sft": None, "only_answers": True, "betas": [0.9, 0.999], "decay": 0.0, "cut": "keep_start",
 }  # fmt: skip
 # How a file of a trainer begins, and the effective configuration of its defaults.
@@ -72,7 +73,7 @@ FILES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("trl", "kto", "--per_device_train_batch_size 4 --lr_scheduler_type cosine --warmup_steps 0.1 --bf16",
      {"loss": "kto", "batch": 4, "schedule": "CosineAnnealing", "warmup_ratio": 0.1, "precision": "bf16"}),
     ("trl", "kto", "--use_peft --load_in_4bit --lora_target_modules=all-linear --lora_alpha 16 --max_length 2048",
-     {"loss": "kto", "length": 2048, **lora(16, 16, 0.05, ALL)}),
+     {"loss": "kto", "length": 2048, "quantize": "nf4", **lora(16, 16, 0.05, ALL)}),
     ("trl", "dpo", "--loss_type sigmoid sft --loss_weights 0.8 0.5", {"weight": 0.8, "sft": 0.5, "token_mean": True}),
     ("trl", "dpo", "--loss_type '[\"ipo\"]' --beta 0.01", {"loss": "ipo", "beta": 0.01, "mean": True, "sft_mean": True}),
     ("trl", "dpo", "--loss_type exo_pair --label_smoothing 0.01", {"loss": "exo_pair", "exo": 0.01}),
