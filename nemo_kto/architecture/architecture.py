@@ -272,7 +272,6 @@ def _architecture(
         tied=tied,
         experts=experts,
         expert_tensor_parallel=expert_tensor_parallel,
-        base_format=None,
         **flags,
         **numbers,
     )
