@@ -133,13 +133,6 @@ def load_peft(base: Path, adapter: Path) -> Any:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
 
 
-def load_peft(base: Path, adapter: Path) -> Any:
-    """The model at ``base`` with adapters in PEFT's format."""
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
-
-
 def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str, torch.Tensor]:
     """Write random adapters in PEFT's format, beside the weights that a model's files name.
 
