@@ -105,7 +105,7 @@ PACKAGES = {
         outside=names("torch numpy megatron.core"),
     ),
     "huggingface": Package(
-        own=names("checkpoint models device distributed mixers architecture model_files utils"),
+        own=names("checkpoint models device distributed layers mixers architecture model_files utils"),
         outside=names("torch megatron.core safetensors"),
         only_in=(("transformers", names("importing.py")),),
     ),

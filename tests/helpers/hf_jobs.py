@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ ADAPTER_SEED = 5
 def build(
     folder: Path, layout: Layout, *, base_format: str | None = None, **settings: Any
 ) -> tuple[HiddenStateGPT, Architecture]:
-    sizes = {"tensor_parallel": layout.tensor, "expert_tensor_parallel": layout.expert_tensor}
-    architecture = ModelFiles(source=folder, **sizes, base_format=base_format).architecture
+    files = ModelFiles(source=folder, tensor_parallel=layout.tensor, expert_tensor_parallel=layout.expert_tensor)
+    architecture = replace(files, base_format=base_format).architecture
     model = build_gpt(
         architecture,
         **{"params_dtype": torch.float32, **settings},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from nemo_kto.layers.quantized_weight import QuantizedWeight
 from nemo_kto.layers.weight_formats import dequantize, quantize
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters
-from tests.helpers import hf_jobs, hf_models
+from tests.helpers import hf_jobs
 
 
 def write_dequantized(folder: Path, out: Path, form: str) -> None:
@@ -55,7 +56,7 @@ def write_dequantized(folder: Path, out: Path, form: str) -> None:
         save_file(weights, file, {"format": "pt"})
 
 
-class LargestTensor(TorchDispatchMode):
+class DenseMemory(TorchDispatchMode):
     """Counts the dense matrices of floats that operations return and that are alive at the same time."""
 
     def __init__(self) -> None:
@@ -65,8 +66,6 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if type(result) is Tensor and result.is_floating_point() and result._base is None:
-            import weakref
-
             size = result.untyped_storage().nbytes()
             self.alive += size
             self.most = max(self.most, self.alive)
@@ -125,3 +124,15 @@ def adapted(
     if not settings.dora:
         export_adapter([model], architecture, out=out / "gradients", base_model=folder)
     return found
+
+
+def loading_peak(folder: Path, form: str) -> tuple[int, int, int, int]:
+    """Bytes of the largest quantized weight, of weights that are not quantized, the peak of loading, and of all weights."""
+    state.init_distributed(layout=Layout(), seed=3)
+    with DenseMemory() as memory:
+        model, architecture = hf_jobs.build(folder, Layout(), base_format=form)
+        load_weights([model], architecture, folder)
+    sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in model.parameters()}
+    largest = max(size for parameter, size in sizes.items() if isinstance(parameter, QuantizedWeight))
+    outside = sum(size for parameter, size in sizes.items() if not isinstance(parameter, QuantizedWeight))
+    return largest, outside, memory.most, sum(sizes.values())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
+from nemo_kto.layers.layer_settings import FORMATS
+from nemo_kto.layers.weight_formats import quantize
+from nemo_kto.run.policy import export_checkpoint
 from tests.helpers import hf_models, quantized_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import assert_same, train, trajectory
 
 ALL = LoRASettings(rank=2, alpha=4, target_modules=("all",))
 DORA = replace(ALL, dora=True)
@@ -116,3 +121,94 @@ def test_adapters_equal_those_of_peft(
         again = hf_models.weights(out / "adapter")
         for name, values in hf_models.weights(tmp_path / "adapter").items():
             assert torch.allclose(again[name], values, atol=1e-5), name
+
+
+def _store(folder: Path, out: Path, form: str) -> None:
+    """Write a model with MXFP4 experts, or with fp8 matrices whose scales are not those of the largest values."""
+    shutil.copytree(folder, out)
+    (file,), stored = out.glob("*.safetensors"), {}
+    for name, values in load_file(file).items():
+        if form == "mxfp4" and name.endswith("_proj") and values.dim() == 3:
+            parts = [quantize(matrix.mT, FORMATS[form]) for matrix in values]
+            stored[f"{name}_blocks"] = torch.stack([part.codes.unflatten(1, (-1, 16)) for part in parts])
+            stored[f"{name}_scales"] = torch.stack([part.scales for part in parts])
+        elif form == "fp8" and name.endswith("_proj.weight"):
+            scales = 1e-3 * (1 + torch.rand(-(-len(values) // 128), values.size(1) // 128))
+            each = scales.repeat_interleave(128, 0)[: len(values)].repeat_interleave(128, 1)
+            stored |= {name: (values / each).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+        else:
+            stored[name] = values
+    save_file(stored, file, {"format": "pt"})
+    blocks = {"weight_block_size": [128, 128]} if form == "fp8" else {}
+    hf_models.edit_config(out, quantization_config={"quant_method": form, **blocks})
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "world_size", "layout"),
+    [
+        ("joined experts", "mxfp4", 1, Layout()),
+        ("joined experts", "mxfp4", 2, Layout(tensor=2, sequence_parallel=True)),
+        ("llama", "fp8", 1, Layout()),
+        ("llama", "fp8", 2, Layout(tensor=2)),
+    ],
+)
+def test_stored_codes_and_scales_are_kept(
+    name: str, form: str, world_size: int, layout: Layout, folders: hf_models.LazyFolders, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The model equals the one that is dequantized as it is loaded, without a second rounding."""
+    _store(folders[name], tmp_path / "base", form)
+    settings, run = MODELS[name][2], quantized_jobs.adapted
+    ours = ranks.run(world_size, run, layout, tmp_path / "base", form, settings, None, tmp_path / "ours")
+    theirs = ranks.run(world_size, run, layout, tmp_path / "base", None, settings, None, tmp_path / "theirs")
+    assert all(each["quantized"] for each in ours)
+    assert (ours[0]["logits"] == theirs[0]["logits"]).all()
+    _same(tmp_path / "ours/dense.safetensors", tmp_path / "theirs/dense.safetensors")
+
+
+def test_loading_holds_one_dense_weight_at_a_time(ranks: RankPool, tmp_path: Path) -> None:
+    """While it is built and loaded, dense values take less memory than the embeddings and four of its matrices."""
+    wide: dict[str, Any] = {**_WIDE, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+    folder = make_checkpoint(tmp_path / "wide", "llama", **wide)
+    largest, outside, most, dense = ranks.run(1, quantized_jobs.loading_peak, folder, "nf4")[0]
+    assert most - outside < 4 * largest < (dense - outside) / 5
+
+
+RUN = [
+    "model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.peft.lora_tuning.dora=true",
+    "model.optim.lr=5e-3", "trainer.kto.max_steps=3", "trainer.kto.limit_val_batches=0", "trainer.kto.save_interval=2",
+    "exp_manager.checkpoint_callback_params.save_top_k=-1",
+]  # fmt: skip
+OF_LAYOUTS = {
+    "tp2": (2, ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]),
+    "pp2": (2, ["model.pipeline_model_parallel_size=2"]),
+    "dp2 packed": (2, ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=180"]),
+    "recomputed and cached": (1, ["model.activations_checkpoint_granularity=full", "model.reference.mode=cached"]),
+}
+
+
+def test_a_run_is_the_same_at_every_layout_and_resumed(
+    folders: hf_models.LazyFolders, kto_rows: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Losses agree; a run with another format is refused; exports are merged into the unquantized base, later too."""
+    model, run = folders["llama"], tmp_path / "run"
+    quantized = [*RUN, "model.quantize=nf4"]
+    ranks.run(1, train, model, kto_rows, run, 1, [*quantized, "export.enabled=true"])
+    expected = trajectory(run)
+    for name, (world_size, overrides) in OF_LAYOUTS.items():
+        ranks.run(world_size, train, model, kto_rows, tmp_path / name, world_size, [*quantized, *overrides])
+        assert_same(trajectory(tmp_path / name), expected, steps=3, first=5e-5)
+    ranks.run(1, train, model, kto_rows, tmp_path / "plain", 1, RUN)
+    assert trajectory(tmp_path / "plain")[-1]["train/loss"] != pytest.approx(expected[-1]["train/loss"], rel=1e-4)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(run / "checkpoints/step_000002", resumed / "checkpoints/step_000002")
+    shutil.copy(run / "metrics.jsonl", resumed)
+    with pytest.raises(RuntimeError, match=r"model\.quantize must stay nf4 in a resumed run, got fp8"):
+        ranks.run(1, train, model, kto_rows, resumed, 1, [*RUN, "model.quantize=fp8"])
+    ranks.run(1, train, model, kto_rows, resumed, 1, quantized)
+    assert trajectory(resumed) == expected
+    merged = hf_models.weights(run / "hf")
+    for name, values in hf_models.load_peft(model, run / "adapter").merge_and_unload().state_dict().items():
+        assert torch.allclose(merged.get(name, values), values, atol=1e-5), name
+    ranks.run(1, export_checkpoint, run, tmp_path / "later")
+    later = hf_models.weights(tmp_path / "later")
+    assert all(torch.equal(values, later[name]) for name, values in merged.items())

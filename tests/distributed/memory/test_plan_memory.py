@@ -83,6 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("world_size", "overrides"),
     [
         (1, LORA),
+        (1, [*LORA, "model.quantize=nf4"]),
         (2, [TENSOR, "model.sequence_parallel=true", "model.reference.mode=swap"]),
         (1, [CACHED, *FULL]),
         (1, [CACHED, "trainer.precision=bf16-forced"]),

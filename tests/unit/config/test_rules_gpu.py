@@ -243,3 +243,23 @@ def test_what_has_no_deterministic_kernel_on_a_gpu_is_refused(
     found = [str(each) for each in model_gpu_rules(ResolvedRun.of(load(*given, "trainer.deterministic=true")), computes)]
     assert found == ([] if expected is None else [expected])
     assert list(model_gpu_rules(ResolvedRun.of(load(*given)), computes)) == []
+
+
+def test_a_base_that_cannot_be_quantized_is_refused_before_the_start(load: Load, tmp_path: Path) -> None:
+    """Eight heads of eight: the output projection of a rank has 64 columns, and 32 on two ranks."""
+    model, lora = make_checkpoint(tmp_path / "small", "llama"), "model.peft.peft_scheme=lora"
+    other = make_checkpoint(tmp_path / "other", "llama", seed=1)
+    base = ("model.quantize=nf4", f"pretrained_checkpoint.restore_from_path={model}")
+    tensor, key = "model.tensor_model_parallel_size=2", "model.quantize"
+
+    def found(*overrides: str) -> list[str]:
+        return [str(mistake) for mistake in model_gpu_rules(ResolvedRun.of(load(*base, *overrides)), HOPPER)]
+
+    assert found(lora) == []
+    assert found() == [Message(key, "null", "all weights", "nf4", "model.peft.peft_scheme=lora")]
+    weight = "model.layers.N.self_attn.o_proj.weight"
+    assert found(lora, tensor) == [Message(key, "null", "nf4", "32", weight, "64", "another tensor-parallel size")]
+    reference = (f"model.reference.restore_from_path={other}", "model.reference.mode=swap")
+    assert found(lora, *reference) == [Message(key, "null", "another base model", "nf4", "leave")]
+    assert found(lora, "model.fp8=hybrid") == [Message("model.fp8", "quantized weights", "llama", "hybrid", "leave")]
+    assert found(lora, "model.quantize=fp8") == [Message(key, "fp8", "64", "q_proj.weight", "128")]

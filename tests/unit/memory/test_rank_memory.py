@@ -298,3 +298,24 @@ def test_the_slowest_stage_determines_the_time_of_a_pipeline(architecture: Archi
     assert work() == pytest.approx(layers / 2 + head)
     assert work(chunks=2) == pytest.approx(layers / 2 + head)
     assert work(last=1) == pytest.approx(max(layers * 3 / 4, layers / 4 + head))
+
+
+@pytest.mark.parametrize(
+    ("form", "element", "per_value", "in_product"),
+    [
+        ("nf4", 2, 0.5 + 4 / 64, 4 + 2),
+        ("nf4", 4, 0.5 + 4 / 64, 4 + 2),
+        ("fp8", 2, 1 + 4 / 128, 4 + 2),
+        ("fp8", 4, 1 + 4 / 128, 4),
+        ("mxfp4", 2, 0.5 + 1 / 32, 4 + 2),
+    ],
+)
+def test_a_quantized_base(architecture: Architecture, form: str, element: int, per_value: float, in_product: int) -> None:
+    """Codes and scales of the linear layers; for a product the values in fp32, with codes as int32 or the values in bf16."""
+    settings: dict[str, Any] = {"element_bytes": element, "adapters": LoRASettings(rank=4, alpha=4)}
+    dense, found = first(architecture, **settings), first(replace(architecture, base_format=form), **settings)
+    linear = [each for each in rank_parameters(architecture) if each.is_multiplied]
+    values = sum(each.total for each in linear)
+    assert found.weights == pytest.approx(dense.weights - values * (element - per_value))
+    assert (found.dense, dense.dense) == (in_product * max(each.numel for each in linear), 0)
+    assert found.device - found.weights - found.dense == dense.device - dense.weights
