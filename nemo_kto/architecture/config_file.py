@@ -33,7 +33,7 @@ LACKING = {
     "routed_expert_hidden_size": "experts that process a projection of the hidden state",
     "block_configs": "layers of different widths, some without attention",
     "swa_": "sliding-window layers whose heads differ from those of the other layers",
-    "global_head_dim": "sliding-window layers whose heads differ from those of the other layers",
+    "input_jitter_noise": "routers that draw a token's experts at random while they are trained",
     "hidden_size_per_layer_input": "embeddings for each layer",
     "n_embd": "learned absolute positions",
 }

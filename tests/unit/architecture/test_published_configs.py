@@ -83,6 +83,30 @@ def test_sizes_of_gemma_4_with_layer_embeddings_are_refused(tmp_path: Path) -> N
             read_architecture(write({**config, "text_config": config["text_config"] | changes}, tmp_path), tensor_parallel=1)
 
 
+COHERE = {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "use_qk_norm": True}
+OLMOE = {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "clip_qkv": 8.0}
+PHIMOE = {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "input_jitter_noise": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        pytest.param(COHERE, ("use_qk_norm must be false for cohere", "got true", "choose"), id="Command R+"),
+        pytest.param(OLMOE, ("clip_qkv must be none for olmoe", "got 8.0", "choose"), id="OLMoE"),
+        pytest.param(PHIMOE, ("'PhimoeForCausalLM'", "not supported", "experts at random", "choose"), id="phimoe"),
+        *(
+            pytest.param({"architectures": [name], "model_type": "x"}, (f"'{name}'", "not supported", "choose"), id=name)
+            for name in ("MiMoForCausalLM", "BailingMoeV2ForCausalLM")
+        ),
+    ],
+)
+def test_models_that_lack_support_are_refused_by_name(
+    config: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    with raises(UserError, *parts):
+        read_architecture(write({"num_hidden_layers": 2, **config}, tmp_path), tensor_parallel=1)
+
+
 def test_recorded_counts(tmp_path: Path) -> None:
     """Of the smallest file, and one with image input that transformers itself refuses as it is published."""
     for name in ("ibm-granite--granite-4.0-h-350m", "meta-llama--Llama-4-Scout-17B-16E-Instruct"):
