@@ -28,6 +28,10 @@ _DELTA = {
     "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
+_MAMBA = {
+    "hidden_size": 128, "head_dim": 32, "mamba_head_dim": 64, "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
 _LATENT = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "q_lora_rank": 64, "kv_lora_rank": 64,
     "v_head_dim": 64, "moe_intermediate_size": 64,
@@ -37,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], LoRASettings]] = {
     "llama": ("llama", _WIDE, ALL),
     "latent attention, experts": ("deepseek_v3", _LATENT, replace(ALL, target_modules=("q_b_proj", "o_proj", "mlp"))),
     "gated delta nets": ("qwen3_next", _DELTA, replace(ALL, target_modules=("in_proj_qkvz", "out_proj", "o_proj"))),
+    "mamba": ("nemotron_h", _MAMBA, replace(ALL, target_modules=("in_proj", "out_proj", "o_proj"))),
     "joined experts": ("gpt_oss", {"num_hidden_layers": 2}, replace(ALL, target_modules=("attention",), experts=False)),
 }
 CASES = [
@@ -45,6 +50,7 @@ CASES = [
     ("llama", "mxfp4"),
     ("latent attention, experts", "nf4"),
     ("gated delta nets", "nf4"),
+    ("mamba", "nf4"),
     ("joined experts", "mxfp4"),
 ]
 LAYOUTS: dict[str, tuple[str, str, int, Layout]] = {
