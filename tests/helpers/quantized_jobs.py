@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_kto.architecture.base_format import FORMATS, is_quantized
+from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed import state
@@ -50,9 +51,11 @@ def write_dequantized(folder: Path, out: Path, form: str) -> None:
 
     for file in out.glob("*.safetensors"):
         weights = load_file(file)
-        for name in transposed.keys() & weights.keys():
-            turned = weights[name].mT if transposed[name] else weights[name]
-            weights[name] = (dequantized(turned).mT if transposed[name] else dequantized(turned)).contiguous()
+        prefixes = prefixes_of(weights, architecture.family.prefixes)
+        in_file = {name_in_file(name, prefixes): turned for name, turned in transposed.items()}
+        for name in in_file.keys() & weights.keys():
+            turned = weights[name].mT if in_file[name] else weights[name]
+            weights[name] = (dequantized(turned).mT if in_file[name] else dequantized(turned)).contiguous()
         save_file(weights, file, {"format": "pt"})
 
 

@@ -24,6 +24,14 @@ from tests.helpers.training_jobs import assert_same, train, trajectory
 ALL = LoRASettings(rank=2, alpha=4, target_modules=("all",))
 DORA = replace(ALL, dora=True)
 _WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
+_DELTA = {
+    "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+_MAMBA = {
+    "hidden_size": 128, "head_dim": 32, "mamba_head_dim": 64, "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
 _LATENT = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "q_lora_rank": 64, "kv_lora_rank": 64,
     "v_head_dim": 64, "moe_intermediate_size": 64,
@@ -32,6 +40,8 @@ _LATENT = {
 MODELS: dict[str, tuple[str, dict[str, Any], LoRASettings]] = {
     "llama": ("llama", _WIDE, ALL),
     "latent attention, experts": ("deepseek_v3", _LATENT, replace(ALL, target_modules=("q_b_proj", "o_proj", "mlp"))),
+    "gated delta nets": ("qwen3_next", _DELTA, replace(ALL, target_modules=("in_proj_qkvz", "out_proj", "o_proj"))),
+    "mamba": ("nemotron_h", _MAMBA, replace(ALL, target_modules=("in_proj", "out_proj", "o_proj"))),
     "joined experts": ("gpt_oss", {"num_hidden_layers": 2}, replace(ALL, target_modules=("attention",), experts=False)),
 }
 CASES = [
@@ -39,6 +49,8 @@ CASES = [
     ("llama", "fp8"),
     ("llama", "mxfp4"),
     ("latent attention, experts", "nf4"),
+    ("gated delta nets", "nf4"),
+    ("mamba", "nf4"),
     ("joined experts", "mxfp4"),
 ]
 LAYOUTS: dict[str, tuple[str, str, int, Layout]] = {
