@@ -224,7 +224,7 @@ def _architecture(
     heads, experts = config.num_attention_heads, None if family.experts is None else family.experts.read(config)
     if experts is not None and not any(experts.layers):
         experts = None
-    flags = {
+    flags: dict[str, Any] = {
         name: bool(getattr(config, field, False)) if isinstance(field, str) else field
         for name, field in family.flags.items()
     }

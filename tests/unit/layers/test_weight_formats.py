@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nemo_kto.huggingface import quantized
 from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.quantized_weight import QuantizedWeight
 from nemo_kto.layers.weight_formats import E2M1, NF4, Quantized, dequantize, quantize
@@ -49,7 +49,8 @@ def test_mxfp4_is_that_of_the_files_of_gpt_oss() -> None:
     values = matrix()
     ours = quantize(values, FORMATS["mxfp4"])
     read = dequantize(ours, FORMATS["mxfp4"])
-    assert torch.equal(read, quantized.dequantize(ours.codes.unflatten(1, (-1, 16)), ours.scales))
+    blocks = ours.codes.unflatten(1, (-1, 16)).unsqueeze(0)
+    assert torch.equal(read, convert_moe_packed_tensors(blocks, ours.scales.unsqueeze(0), dtype=torch.float32)[0].T)
     largest = values.abs().unflatten(1, (-1, 32)).amax(-1, keepdim=True)
     power = torch.exp2(torch.floor(torch.log2(largest)) - 2)
     scaled = torch.where(largest > 0, values.unflatten(1, (-1, 32)) / power, 0.0)
