@@ -35,6 +35,9 @@ RUNS: dict[str, tuple[str, ...] | None] = {
     "kto steps=12 lr=1e-2 model.kto.preference_loss=bco beta=0.01": None,
     "kto steps=12 lr=1e-3 model.data.seq_length=16": ("truncated",),
     "dpo steps=12 lr=1e-3 model.data.splits_string=null": None,
+    "dpo steps=20 lr=3e-2 beta=1": None,
+    "dpo steps=12 lr=1e-2 model.dpo.preference_loss=orpo": None,
+    "dpo steps=12 lr=1 model.dpo.preference_loss=ipo": None,
 }
 QUICK = ("kto steps=12 lr=30",)
 
@@ -68,3 +71,14 @@ def test_findings_of_a_run(words: str, tiny_llama: Path, tmp_path: Path) -> None
     done = run(call, cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
     assert done.returncode == 0, done.stderr
     check_advice(tmp_path / "run", RUNS[words])
+
+
+@pytest.mark.slow
+def test_findings_of_a_resumed_run(tiny_llama: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "kto.jsonl", make_rows(200))
+    for steps in (6, 12):
+        words = ["kto.jsonl", "batch=8", "lr=1e-2", "hardware=cpu", f"steps={steps}", "exp_manager.explicit_log_dir=run"]
+        done = run([*CLI, "kto", str(tiny_llama), *words], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert read_run(tmp_path / "run").step == 12
+    check_advice(tmp_path / "run", None)
