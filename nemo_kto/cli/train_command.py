@@ -60,7 +60,7 @@ Keys and their defaults:
 _EXAMPLE = """\
 MODEL and DATA must be given, got none; an example, in a clone of the repository:
   nemo-kto data check {recipe.example}
-  nemo-kto {recipe.name} hf:HuggingFaceTB/SmolLM2-135M-Instruct {recipe.example} template=true batch=8 epochs=4 lr=2e-5
+  nemo-kto {recipe.name} hf:HuggingFaceTB/SmolLM2-135M-Instruct {recipe.example} template=true batch=8 steps=12 lr=2e-5
   nemo-kto chat results/{recipe.config_name} --against"""
 
 

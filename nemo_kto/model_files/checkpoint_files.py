@@ -29,7 +29,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.fields import check, file_errors
 from nemo_kto.utils.files import read_bytes
 from nemo_kto.utils.hashes import file_hash
-from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
+from nemo_kto.utils.intervals import has_enough_rows
 
 CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints in the folder of a run
 INFO = "trainer.json"
@@ -116,12 +116,13 @@ def best_of(checkpoints: Sequence[Checkpoint], *, monitor: str, mode: str) -> Ch
     return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
 
 
-def has_enough_rows(checkpoint: Checkpoint, monitor: str) -> bool:
-    """Return whether a metric comes from a validation with enough rows, or from one whose number of rows is not recorded."""
+def is_reliable(checkpoint: Checkpoint, monitor: str) -> bool:
+    """Return whether a metric comes from a validation with enough rows."""
     metrics = checkpoint.info["metrics"]
     of_sets = [name for name in metrics if name.endswith("_rows") and monitor.startswith(name.removesuffix("rows"))]
-    rows = metrics.get(max(of_sets, key=len, default=""))  # one name of a set may begin with another: a, a_b
-    return rows is None or rows >= MIN_VALIDATION_ROWS
+    return has_enough_rows(
+        metrics.get(max(of_sets, key=len, default=""))
+    )  # one name of a set may begin with another: a, a_b
 
 
 def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,7 @@ def send(target: str, content: str) -> None:
     signal.alarm(_SECONDS)
     try:
         if not target.startswith("https://"):
-            subprocess.run(shlex.split(target), input=content, text=True, check=True)
+            _run(shlex.split(target), content)
             return
         import urllib.request
 
@@ -97,6 +99,31 @@ def send(target: str, content: str) -> None:
             pass
     finally:
         signal.alarm(0)
+
+
+def _run(words: Sequence[str], content: str) -> None:
+    """Give a text to a command, and pass on its output; CalledProcessError if it fails."""
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+        subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=output,  # not ours: processes that the command leaves would keep it open, and pipes of the run
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        ) as process,
+    ):
+        try:
+            process.communicate(content)
+        except TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        finally:
+            output.seek(0)
+            sys.stderr.write(output.read())
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words)
 
 
 def main() -> None:

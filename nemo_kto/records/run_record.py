@@ -37,7 +37,7 @@ from nemo_kto.telemetry.evaluations import (
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
 from nemo_kto.utils.fields import Count, Number, Record, read_lines_as, read_object_as
 from nemo_kto.utils.files import publish_file
-from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS, auc_interval
+from nemo_kto.utils.intervals import auc_interval, has_enough_rows
 from nemo_kto.utils.locks import certain_holder, last_holder, one_writer
 from nemo_kto.utils.text import mixture_name, terminal_text
 
@@ -187,7 +187,7 @@ class RunRecord:
     def is_small(self, prefix: str) -> bool:
         """Return whether a validation, given by the prefix of its metrics, has too few rows to judge the model by."""
         rows = self.curves.get(f"{prefix}rows")
-        return prefix.startswith("val/") and rows is not None and rows.last < MIN_VALIDATION_ROWS
+        return prefix.startswith("val/") and not has_enough_rows(None if rows is None else rows.last)
 
     def auc_interval(self, prefix: str) -> tuple[float, float] | None:
         """Return the interval of 95 % of the last AUC of a validation; None if its AUC or classes are not recorded."""

@@ -34,7 +34,7 @@ from nemo_kto.model_files.tokenizer_files import has_chat_template
 from nemo_kto.records.run_record import read_data, recorded_interval
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.utils.files import load_yaml, read_bytes, read_json
-from nemo_kto.utils.intervals import MIN_VALIDATION_ROWS
+from nemo_kto.utils.intervals import has_enough_rows
 from nemo_kto.utils.text import markdown_code, markdown_table, markdown_text, mixture_name, value_text
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ def _figures(sources: CardSources, *, has_picture: bool) -> str:
     columns = {
         title: start
         for title, start in columns.items()
-        if f"{start}loss" in metrics and (metrics.get(f"{start}rows") or MIN_VALIDATION_ROWS) >= MIN_VALIDATION_ROWS
+        if f"{start}loss" in metrics and has_enough_rows(metrics.get(f"{start}rows"))
     }
     columns = columns or ({"training": "train_"} if "train_loss" in metrics else {})
     data = {} if sources.run is None else read_data(sources.run)

@@ -27,7 +27,7 @@ from nemo_kto.huggingface.rank_weights import Shapes, wanted_adapters, wanted_we
 from nemo_kto.layers.packing import MAX_HEAD_DIM
 from nemo_kto.memory.micro_batches import packing_of
 from nemo_kto.mixers import GatedDeltaNet, Mamba2
-from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints, has_enough_rows
+from nemo_kto.model_files.checkpoint_files import Checkpoint, find_checkpoints, is_reliable
 from nemo_kto.model_files.companion_files import auto_class
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.run.data import split_text
@@ -253,7 +253,7 @@ def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:
     """
     monitor = run.cfg.exp_manager.checkpoint_callback_params.monitor
     found = [each for each in kept if monitor.startswith("val_") and each.info["metrics"].get(monitor) is not None]
-    return [each for each in found if run.cfg.export.which == "best" or has_enough_rows(each, monitor)]
+    return [each for each in found if run.cfg.export.which == "best" or is_reliable(each, monitor)]
 
 
 def _checkpoint_lines(run: ResolvedRun, kept: Sequence[Checkpoint], best: Checkpoint | None) -> dict[str, str]:

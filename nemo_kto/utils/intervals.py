@@ -8,6 +8,11 @@ MIN_VALIDATION_ROWS = 20  # fewer say nothing about a model: with 10 of each cla
 _QUANTILE = 1.96  # of the normal distribution, for 95 %
 
 
+def has_enough_rows(rows: float | None) -> bool:
+    """Return whether a validation has enough rows to judge a model by; true if their number is not recorded."""
+    return rows is None or rows >= MIN_VALIDATION_ROWS
+
+
 def auc_interval(auc: float, desirable: int, undesirable: int) -> tuple[float, float]:
     """Return the interval of 95 % of an AUC from numbers of desirable and undesirable examples (each at least 1).
 

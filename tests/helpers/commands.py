@@ -153,3 +153,11 @@ def run_interpreter(
 ) -> subprocess.CompletedProcess[str]:
     """The same with an interpreter that begins with nothing, which takes seconds."""
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

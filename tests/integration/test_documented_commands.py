@@ -25,7 +25,6 @@ CONFIGS = {
     "Llama-3.1-8B": (4096, 14336, 32, 32),
     "Llama-3.1-70B": (8192, 28672, 80, 64),
     "Llama-3.1-70B-Instruct": (8192, 28672, 80, 64),
-    "Llama-3.1-405B": (16384, 53248, 126, 128),
 }
 TRL = """\
 trl kto --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/kto-mix-14k --learning_rate 5e-7 \\

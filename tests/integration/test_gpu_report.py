@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from benchmarks import gpu_report, gpu_tables, gpu_versions
 from benchmarks.gpu_lines import END, HEADER, Lines, newest_of
 from tests.conftest import REPOSITORY, load_script
+from tests.helpers.commands import is_alive
 from tests.integration.test_wheel import pins
 
 NO_GPU = (
@@ -175,16 +176,9 @@ def test_an_interrupted_process_ends_its_children(tmp_path: Path) -> None:
     gpu_report.interrupt(process)
     assert process.returncode == 3
     deadline = time.monotonic() + 10
-    while is_running(child) and time.monotonic() < deadline:
+    while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not is_running(child)
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert not is_alive(child)
 
 
 @pytest.mark.parametrize(("changed", "same"), [("commit", True), ("sources", False), ("torch", False), ("device", False)])

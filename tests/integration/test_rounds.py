@@ -21,7 +21,7 @@ from nemo_kto.tools.inference.chat_model import Answer, ChatModel
 from nemo_kto.tools.rounds import compare_command as compare
 from nemo_kto.tools.rounds import label_command as label
 from nemo_kto.tools.rounds import sample_command as sample
-from tests.helpers.commands import environment
+from tests.helpers.commands import environment, is_alive
 from tests.helpers.messages import Message
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "rounds" / "run.py"
@@ -130,14 +130,6 @@ def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         number: int = free.getsockname()[1]
         return number
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process has not ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import signal
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
@@ -83,11 +84,14 @@ async def _reply(
 
 
 def serve(listening: socket.socket) -> None:
-    """Serve the page on a bound socket until Ctrl-C, then stop the commands that it has started."""
+    """Serve the page on a bound socket until Ctrl-C, SIGTERM or SIGHUP, then stop the commands that it has started."""
     token, workbench = secrets.token_urlsafe(16), Workbench()
     app = mount_gradio_app(FastAPI(), build_page(workbench), path="/", footer_links=[], ssr_mode=False, show_error=True)
     config = uvicorn.Config(Gate(inner=app, token=token), log_level="critical", timeout_graceful_shutdown=1)
     print(f"open http://127.0.0.1:{listening.getsockname()[1]}/?token={token}\nCtrl-C ends, and stops the run.", flush=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # uvicorn raises SIGTERM again at its end, which would end us at once
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:

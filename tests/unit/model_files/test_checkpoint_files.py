@@ -26,9 +26,9 @@ from nemo_kto.model_files.checkpoint_files import (
     DamagedCheckpoint,
     check_checkpoint,
     damage,
-    has_enough_rows,
     hash_file,
     info_text,
+    is_reliable,
     rank_by,
     read_checkpoint,
 )
@@ -338,4 +338,4 @@ def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeyp
 )
 def test_the_rows_of_a_metric_are_those_of_its_set(tmp_path: Path, monitor: str, enough: bool) -> None:
     folder = make_checkpoint(tmp_path, 2, metrics={"val_a_rows": 5.0, "val_a_b_rows": 20.0})
-    assert has_enough_rows(read_checkpoint(folder), monitor) is enough
+    assert is_reliable(read_checkpoint(folder), monitor) is enough

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.records import notification
-from tests.helpers.commands import environment
+from tests.helpers.commands import environment, is_alive
 from tests.helpers.run_folders import write_run
 
 LINES = [{"step": 1, "train/loss": 0.5}, {"step": 3, "train/loss": 0.25}, {"step": 3, "val/loss": 0.375}]
@@ -114,6 +114,25 @@ def test_a_post_to_an_https_server(tmp_path: Path) -> None:
     assert (good.returncode, good.stderr, broken.returncode) == (0, "", 0)
     text = "nemo-kto: warning: exp_manager.notify failed: HTTPError: HTTP Error 500: Internal Server Error"
     assert broken.stderr == f"{text}; the run is not affected\n"
+
+
+def test_a_process_that_the_command_leaves_does_not_hold_the_run(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    target = shlex.join(["sh", "-c", f"sleep 100 & echo $! >{pid}; echo said; echo more >&2"])
+    done = ended(write_run(tmp_path / "run", LINES), target, "pass")
+    assert (done.returncode, done.stderr) == (0, "said\nmore\n")
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_a_command_that_hangs_is_killed_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notification, "_SECONDS", 1)
+    pid = tmp_path / "pid"
+    with pytest.raises(TimeoutError, match="no end within 1 s"):
+        notification.send(shlex.join(["sh", "-c", f"sleep 100 & echo $! >{pid}; wait"]), "{}")
+    deadline = time.monotonic() + 20
+    while is_alive(int(pid.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(int(pid.read_text()))
 
 
 @pytest.mark.parametrize(("target", "text"), [("false", "status 1"), ("sleep 30", "TimeoutError: no end within 1 s")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
@@ -100,6 +103,55 @@ def test_a_run_is_stopped_with_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path
     while (state := workbench.watch()[0]) == f"{folder}: running":
         time.sleep(0.05)
     assert state == f"{folder}: stopped, with a checkpoint"
+
+
+# A page that starts a command at once; the command says when it began, and how it was stopped.
+SERVED = """
+import signal, socket, sys
+from nemo_kto.tools.ui import server
+from nemo_kto.tools.ui.workbench import Choices
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+sys.executable, build_page = sys.argv[1], server.build_page
+def build(workbench):
+    names = ("algorithm", "model", "data", "folder", "more")
+    workbench.start(Choices(**dict.fromkeys(names, "kto"), columns={}))
+    return build_page(workbench)
+server.build_page = build
+listening = socket.create_server(("127.0.0.1", 0))
+try:
+    server.serve(listening)
+except KeyboardInterrupt:
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_the_end_of_the_page_stops_its_run(tmp_path: Path, number: signal.Signals) -> None:
+    pytest.importorskip("gradio", reason="needs the extra ui")
+    program, told = tmp_path / "program", tmp_path / "told"
+    program.write_text(
+        f"#!{sys.executable}\nimport signal, sys, time\nfrom pathlib import Path\n"
+        f"told = Path({str(told)!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (told.write_text('stopped'), sys.exit(85)))\n"
+        "told.write_text('begun')\ntime.sleep(60)\n"
+    )
+    program.chmod(0o755)
+    nohup = ["nohup"] if number == signal.SIGTERM else []
+    words = [*nohup, sys.executable, "-c", SERVED, str(program)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as page:
+        assert page.stdout is not None
+        address = page.stdout.readline().removeprefix("open ").split("?")[0]
+        with pytest.raises(HTTPError, match="403"):  # it serves
+            urlopen(address)
+        while not (told.exists() and told.read_text() == "begun"):
+            time.sleep(0.05)
+        if nohup:
+            page.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                page.wait(1)
+        page.send_signal(number)
+        output, errors = page.communicate(timeout=30)
+    assert (told.read_text(), page.returncode, output.splitlines()[-1], errors) == ("stopped", 0, "ended", "")
 
 
 def test_a_chat_that_cannot_start_says_why(tmp_path: Path) -> None:
