@@ -33,6 +33,7 @@ from nemo_kto.huggingface.rank_weights import (
     differences,
     frozen_weights,
     gather_weights,
+    has_first_copy,
     rank_weights,
     wanted_weights,
 )
@@ -252,6 +253,8 @@ def export(
         if not (source / CONFIG).is_file():
             text = f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
             raise UserError(f"{text}; put it back there")
+        if base is not None:
+            check_weights(architecture, base)
         if architecture.family.needs_original:
             weights = check_weights(architecture, source if original is None else original)
 
@@ -280,12 +283,13 @@ def export(
 
 
 def _merged_weights(chunks: Sequence[nn.Module], architecture: Architecture, base: Path) -> Iterator[Weight]:
-    """Yield this rank's weights, for quantized ones those of a folder with their adapters merged into them."""
+    """Yield this rank's weights, for quantized ones that it sends those of a folder with their adapters merged into them."""
     files = check_weights(architecture, base)
     mappings = {mapping.mcore_name: mapping for mapping in files.architecture.family.mappings}
     adapters = {id(adapter.weight): adapter for adapter in adapted_layers(chunks)}
     for weight in rank_weights(chunks, architecture):
-        if not isinstance(quantized := weight.parameter, QuantizedWeight):
+        quantized, is_sent = weight.parameter, has_first_copy(of_expert=weight.mapping.of_expert)
+        if not isinstance(quantized, QuantizedWeight) or not is_sent:
             yield weight
             continue
         dense = torch.empty(quantized.shape, dtype=quantized.dtype, device=quantized.device)

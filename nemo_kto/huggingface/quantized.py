@@ -134,24 +134,32 @@ class SeparateExperts(StoredWeight):
     def read_codes(
         self, opened: Callable[[Path], Any], where: Where, form: BaseFormat, *, transposed: bool
     ) -> Quantized | None:
-        return None
+        assert transposed == self.transposed
+        found = [part.read_codes(opened, held, form, transposed=False) for part, held in self._held(where)]
+        codes, scales = ([part[which] for part in found if part is not None] for which in (0, 1))
+        return Quantized(torch.cat(codes), torch.cat(scales)) if len(codes) == len(found) else None
 
     def read(self, opened: Callable[[Path], Any], where: Where = ()) -> Tensor:
         where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
         if isinstance(expert := where[0], slice):
             return torch.stack([self.read(opened, (each, *where[1:])) for each in range(*expert.indices(self.shape[0]))])
-        rows, columns = where[:0:-1] if self.transposed else where[1:]
+        stacked = torch.cat([part.read(opened, held) for part, held in self._held(where)])
+        return stacked.mT if self.transposed else stacked
+
+    def _held(self, where: Where) -> Iterator[tuple[StoredWeight, Where]]:
+        """Yield the matrices that a slice of one expert's matrix touches, and the slice of each, as files have it."""
+        where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
+        expert, (rows, columns) = where[0], where[:0:-1] if self.transposed else where[1:]
+        assert isinstance(expert, int)
         assert isinstance(rows, slice)
         first, last, step = rows.indices(sum(part.shape[0] for part in self.parts[expert]))
         assert step == 1
-        values, start = [], 0
+        start = 0
         for part in self.parts[expert]:
             held = slice(max(first - start, 0), min(last - start, part.shape[0]))
             if held.start < held.stop:
-                values.append(part.read(opened, (held, columns)))
+                yield part, (held, columns)
             start += part.shape[0]
-        stacked = torch.cat(values)
-        return stacked.mT if self.transposed else stacked
 
 
 def separate_experts(

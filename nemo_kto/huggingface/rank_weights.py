@@ -142,10 +142,14 @@ _Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
 
 def sends_weights() -> bool:
     """Return whether this rank takes part in :func:`gather_weights`: it holds the first copy of the layers or of experts."""
-    return (
-        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        or parallel_state.get_expert_data_parallel_rank() == 0
-    )
+    return has_first_copy(of_expert=False) or has_first_copy(of_expert=True)
+
+
+def has_first_copy(*, of_expert: bool) -> bool:
+    """Return whether this rank holds the first copy of weights of experts, or of all others."""
+    if of_expert:
+        return bool(parallel_state.get_expert_data_parallel_rank() == 0)
+    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
 
 
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
@@ -189,15 +193,13 @@ def _stage_group() -> dist.ProcessGroup:
 
 def _whole_values(weight: Weight, architecture: Architecture, *, leads: bool) -> Iterator[tuple[Mapping[str, int], Tensor]]:
     """Yield the whole weight, for an expert those of all expert-parallel ranks, on the stage's leader; send it elsewhere."""
-    if not weight.mapping.of_expert:
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-            whole = _gather_shards(weight)
-            if leads:
-                yield weight.place, whole
-        return
-    if parallel_state.get_expert_data_parallel_rank() > 0:
+    if not has_first_copy(of_expert=weight.mapping.of_expert):
         return
     whole, stage = _gather_shards(weight), _stage_group()
+    if not weight.mapping.of_expert:
+        if leads:
+            yield weight.place, whole
+        return
     holders = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
     if leads:
         yield weight.place, whole

@@ -129,6 +129,13 @@ def adapted(
     return found
 
 
+def export_to(layout: Layout, folder: Path, form: str, base: Path, out: Path) -> None:
+    """Export a quantized model with the weights of another base."""
+    state.init_distributed(layout=layout, seed=3)
+    model, architecture = hf_jobs.build(folder, layout, base_format=form)
+    export([model], architecture, source=folder, out=out, max_shard_bytes=10**9, base=base)
+
+
 def loading_peak(folder: Path, form: str) -> tuple[int, int, int, int]:
     """Bytes of the largest quantized weight, of weights that are not quantized, the peak of loading, and of all weights."""
     state.init_distributed(layout=Layout(), seed=3)

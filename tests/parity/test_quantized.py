@@ -18,7 +18,9 @@ from nemo_kto.architecture.config_fields import read_quantization
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface.hf_weights import check_weights
-from nemo_kto.huggingface.quantized import stored_weights
+from nemo_kto.huggingface.quantized import separate_experts, stored_weights
+from nemo_kto.layers.layer_settings import FORMATS as BASE_FORMATS
+from nemo_kto.layers.weight_formats import dequantize
 from nemo_kto.model_files.safetensors_files import read_header
 from tests.helpers import hf_jobs, hf_models
 
@@ -181,6 +183,28 @@ def test_slices_have_the_scales_of_their_values(form: str, experts: tuple[int, .
             found = weights["x.weight"].read(lambda _: opened, of_expert)
             torch.testing.assert_close(found, expected[of_expert].float(), rtol=ROUNDING[form], atol=0)
         torch.testing.assert_close(weights["x.weight"].read(lambda _: opened), expected.float(), rtol=ROUNDING[form], atol=0)
+
+
+def test_codes_of_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    """A quantized base keeps them: their scales, one for each row, are not those of its own blocks."""
+    draw, names = torch.Generator().manual_seed(2), ("gate_proj", "up_proj")
+    stored = {
+        f"x.experts.{expert}.{name}.weight{end}": part
+        for expert in range(2)
+        for name in names
+        for end, part in FORMS["float-channel"](torch.randn(24, 256, generator=draw), draw)[0].items()
+    }
+    save_file(stored, tmp_path / "x.safetensors")
+    quantization = read_quantization({"quantization_config": CONFIGS["float-channel"]})
+    weights, _ = stored_weights(read_header(tmp_path / "x.safetensors", quantized=True)[0], quantization)
+    joined = separate_experts(weights, {"x.experts.gate_up_proj": (2, 256, 48)}, transposed=True)["x.experts.gate_up_proj"]
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
+        for where in ((slice(128, 256), slice(10, 41)), (slice(None), slice(30, 48))):
+            codes = joined.read_codes(lambda _: opened, (1, *where), BASE_FORMATS["fp8"], transposed=True)
+            assert codes is not None
+            found = dequantize(codes, BASE_FORMATS["fp8"])
+            assert torch.equal(found, joined.read(lambda _: opened, (1, *where)).T)
+        assert joined.read_codes(lambda _: opened, (1,), BASE_FORMATS["nf4"], transposed=True) is None
 
 
 # A model in each form, the tensors that are quantized, and how the start of a run describes it.

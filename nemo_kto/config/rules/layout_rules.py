@@ -455,9 +455,9 @@ def quantize_rules(run: ResolvedRun) -> Errors:
         text = f"must be null if all weights are trained, got {value}; leave it out, or set {_SCHEME}=lora"
         yield ConfigError(_QUANTIZE, text, (_SCHEME,))
         return
-    if run.swapped_weights == "all":
-        text = f"must be null if the reference has another base model, got {value}; leave out one of the two"
-        yield ConfigError(_QUANTIZE, text, ("model.reference.restore_from_path", "model.reference.mode"))
+    if (other := run.reference_model) is not None:  # it would be quantized too, and adapters cannot be merged into it
+        text = f"must be null if the reference is another model, got {value} and {other}; leave out one of the two"
+        yield ConfigError(_QUANTIZE, text, ("model.reference.restore_from_path",))
     if is_checkpoint(base := run.files.own.base):
         text = f"must be null if the base model is a checkpoint, got {value} and {base}"
         yield ConfigError(_QUANTIZE, f"{text}; export it first: nemo-kto export {base} FOLDER", (_MODEL,))

@@ -177,6 +177,17 @@ def test_stored_codes_and_scales_are_kept(
     _same(tmp_path / "ours/dense.safetensors", tmp_path / "theirs/dense.safetensors")
 
 
+def test_a_base_that_is_gone_is_an_error_of_all_ranks(
+    folders: hf_models.LazyFolders, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Rank 0 finds it before the ranks exchange weights."""
+    base = shutil.copytree(folders["llama"], tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    with pytest.raises(RuntimeError, match=rf"UserError: export.* failed: {base}.*model\.safetensors is missing"):
+        ranks.run(2, quantized_jobs.export_to, Layout(tensor=2), folders["llama"], "nf4", base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_loading_holds_one_dense_weight_at_a_time(ranks: RankPool, tmp_path: Path) -> None:
     """While it is built and loaded, dense values take less memory than the embeddings and four of its matrices."""
     wide: dict[str, Any] = {**_WIDE, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}

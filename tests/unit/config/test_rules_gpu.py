@@ -259,7 +259,9 @@ def test_a_base_that_cannot_be_quantized_is_refused_before_the_start(load: Load,
     assert found() == [Message(key, "null", "all weights", "nf4", "model.peft.peft_scheme=lora")]
     weight = "model.layers.N.self_attn.o_proj.weight"
     assert found(lora, tensor) == [Message(key, "null", "nf4", "32", weight, "64", "another tensor-parallel size")]
-    reference = (f"model.reference.restore_from_path={other}", "model.reference.mode=swap")
-    assert found(lora, *reference) == [Message(key, "null", "another base model", "nf4", "leave")]
+    for mode in ("swap", "cached"):
+        reference = (f"model.reference.restore_from_path={other}", f"model.reference.mode={mode}")
+        assert found(lora, *reference) == [Message(key, "null", "another model", "nf4", str(other), "leave")]
+    assert found(lora, f"model.reference.restore_from_path={model}") == []
     assert found(lora, "model.fp8=hybrid") == [Message("model.fp8", "quantized weights", "llama", "hybrid", "leave")]
     assert found(lora, "model.quantize=fp8") == [Message(key, "fp8", "64", "q_proj.weight", "128")]
