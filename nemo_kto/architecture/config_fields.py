@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field
 
-from nemo_kto.errors import printable
+from nemo_kto.errors import printable, show
 
 ABSENT: Any = None  # default of fields that may be absent but not null
 
@@ -174,6 +174,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         except (AttributeError, LookupError, TypeError, ValueError):
             shown = [group.get("weights") for group in _groups(settings) if isinstance(group, dict)]
             got += f" with format {settings.get('format')!r}" + "".join(f" and weights {weights}" for weights in shown[:2])
+            got += "".join(f" and {name} {show(settings[name])}" for name in _changes(settings))
     known = ", ".join(f"{name} ({formats})" for name, formats in QUANTIZED.items())
     text = f"quantization_config must be one of {known}, got {got}"
     raise ValueError(f"{text}; start from the unquantized model")
@@ -198,8 +199,17 @@ def _is_block(size: object) -> bool:
     return isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
 
 
+def _changes(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings of compressed-tensors for which values of weights do not suffice: rotations, sparse storage."""
+    sparsity = settings.get("sparsity_config")
+    is_sparse = isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense"
+    return ["transform_config"] * bool(settings.get("transform_config")) + ["sparsity_config"] * is_sparse
+
+
 def _compressed(settings: Mapping[str, Any]) -> Quantization:
     """Return the scheme of a configuration of compressed-tensors; any exception means that it is another one."""
+    if _changes(settings):
+        raise ValueError
     name, found = settings["format"], set[Quantization]()
     method, *kind = {
         "pack-quantized": ("int4", 4, "int", True),

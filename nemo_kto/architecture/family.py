@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ def check_constants(config: PretrainedConfig, constants: Mapping[str, object]) -
     """Raise a ValueError if a setting of a configuration has another value than the only one that is supported."""
     for name, value in constants.items():
         if (got := getattr(config, name)) != value:
-            shown = [str(each).lower() for each in (value, got)]
+            shown = [json.dumps(each) for each in (value, got)]
             raise ValueError(f"{name} must be {shown[0]} for {config.model_type}, got {shown[1]}; choose another model")
 
 
@@ -199,6 +200,8 @@ class Family:
     # Kind of weights that are not trained, but copied to exports -> pattern of the beginning of their names, in which
     # ``{model}`` stands for the beginning of the text model's names, and ``{layers}`` for its number of layers.
     untrained: Mapping[str, str] = field(default_factory=dict)
+    # End of the names of such weights with one value -> the only value that is supported.
+    constants: Mapping[str, float] = field(default_factory=dict)
     # mappings of experts for files that have those of a layer in one tensor, instead of the mappings of the same parameters
     joined: tuple[ParamMapping, ...] = ()
     either_order: bool = False  # files may have the matrices of joined experts transposed

@@ -25,7 +25,7 @@ from nemo_kto.architecture.mappings import MTP_LAYERS
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.checkpoint.sharded_state import dtype_name
 from nemo_kto.distributed import state
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, show
 from nemo_kto.huggingface.export_folder import write_together
 from nemo_kto.huggingface.quantized import UNUSED_SCALES, StoredWeight, separate_experts, stored_weights
 from nemo_kto.huggingface.rank_weights import (
@@ -89,7 +89,8 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
 def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeights:
     """Compare the weights in a folder with the architecture, by the headers of the files.
 
-    Raises UserError if weights are missing, unexpected or of another shape, or files cannot be read.
+    Raises UserError if weights are missing, unexpected or of another shape, a constant has a value that is not supported, or
+    files cannot be read.
     """
     folder, family = Path(folder), architecture.family
     quantization = read_quantization(read_config(folder))
@@ -130,6 +131,7 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
         message = f"{folder}: the weights must be {wanted_from}, got {differ} differences:"
         remedy = f"download the model again, or write it with save_pretrained of {family.hf_architecture}"
         raise UserError("\n  ".join([message, *problems, *differing, remedy]))
+    _check_constants([weight for weights in copied.values() for weight in weights], family.constants)
     return SourceWeights(
         architecture=architecture,
         trained={name: stored[name_in_file(name, prefixes)] for name in wanted_weights(architecture)},
@@ -138,6 +140,17 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
         prefixes=prefixes,
         quantization=quantization,
     )
+
+
+def _check_constants(weights: Iterable[StoredWeight], constants: Mapping[str, float]) -> None:
+    """Raise UserError if a weight differs from the value in ``Family.constants`` by more than the rounding of fp16."""
+    with _Files() as opened:
+        for end, value in constants.items():
+            for weight in (each for each in weights if each.name.endswith(end)):
+                got = opened(weight.file).get_tensor(weight.name)
+                if not bool((got.half() == torch.tensor(value).half()).all()):
+                    message = f"{weight.file}: {weight.name} must be {value}, got {show(got.tolist())}"
+                    raise UserError(f"{message}; choose another model")
 
 
 def _with_joined_experts(architecture: Architecture, names: Iterable[str]) -> Architecture:

@@ -91,8 +91,8 @@ class XIELU(MegatronModule):
 
     def forward(self, values: Tensor) -> Tensor:
         # each tensor-parallel rank has some columns, over which the gradients of both numbers are sums
-        alphas = (F.softplus(copy_to_tensor_model_parallel_region(each)) for each in (self.alpha_p, self.alpha_n))
-        activated: Tensor = _XIELU.apply(values, *alphas)  # type: ignore[no-untyped-call]
+        a, b = (F.softplus(copy_to_tensor_model_parallel_region(each)) for each in (self.alpha_p, self.alpha_n))
+        activated: Tensor = _XIELU.apply(values, a, 0.5 + b)  # type: ignore[no-untyped-call]
         return activated
 
 
@@ -102,7 +102,7 @@ class _XIELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, a: Tensor, c: Tensor) -> Tensor:
         ctx.save_for_backward(values, a, c)
-        negative = (torch.expm1(values.clamp(max=_XIELU_EPSILON)) - values) * (0.5 + c)
+        negative = (torch.expm1(values.clamp(max=_XIELU_EPSILON)) - values) * c
         return torch.where(values > 0, a * values * values, negative).add_(values, alpha=0.5)
 
     @staticmethod
@@ -112,7 +112,7 @@ class _XIELU(torch.autograd.Function):
         exponential = torch.expm1(values.clamp(max=_XIELU_EPSILON))
         a_grad = (grad * values * values).masked_fill_(~positive, 0).sum(dtype=torch.float32)
         c_grad = (grad * (exponential - values)).masked_fill_(positive, 0).sum(dtype=torch.float32)
-        slope = torch.where(values < _XIELU_EPSILON, exponential, -1.0) * (0.5 + c)
+        slope = torch.where(values < _XIELU_EPSILON, exponential, -1.0) * c
         slope = torch.where(positive, 2 * a * values, slope).add_(0.5)
         return slope.mul_(grad), a_grad.to(a.dtype).view(1), c_grad.to(c.dtype).view(1)
 

@@ -94,7 +94,9 @@ def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
     config.pop("auto_map", None)
     if not tied and isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
         config["text_config"] = {**text, "tie_word_embeddings": False}  # which transformers obeys in some models
-    return config if tied else {**config, "tie_word_embeddings": False}
+    if not tied:
+        config |= dict.fromkeys(("tie_word_embeddings", *config.keys() & {"tie_embedding"}), False)  # the latter in LFM2
+    return config
 
 
 def transformers_fields(folder: Path) -> tuple[dict[str, Any], bool]:

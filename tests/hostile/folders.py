@@ -71,6 +71,7 @@ LFM: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
+APERTUS: dict[str, Any] = {**CONFIG, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
 # experts, after Mamba-2 and after attention
 GRANITE: dict[str, Any] = {
     **CONFIG,

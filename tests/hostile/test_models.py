@@ -17,6 +17,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.model_files.safetensors_files import find_weights
 from tests.helpers.messages import Message, assert_names, raises
 from tests.hostile.folders import (
+    APERTUS,
     GONE,
     GRANITE,
     LFM,
@@ -279,6 +280,9 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
         lfm(config(layer_types=["conv", "mamba"])), Message("layer_types", "full_attention, conv", "linear_attention")),
     "an LFM2 whose convolutions combine other tokens": (
         lfm(config(conv_L_cache=4)), Message("layers.0.conv.conv.weight", "[8, 1, 4]", "[8, 1, 3]")),
+    "an Apertus with another xIELU": (
+        both(made(APERTUS), shapes({"model.layers.1.mlp.act_fn.beta": ()})),
+        Message("model.safetensors", "layers.1.mlp.act_fn.beta", "0.5", "0.0", "choose")),
     "rope without its numbers": (
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         Message("config.json")),  # a set, in any order

@@ -202,6 +202,14 @@ CASES: dict[str, dict[str, tuple[Break, Message]]] = {
             Message("1 differences", f"{SCALE}: expected floats, got I32", "download"),
         ),
         "zero points": (named(_zero_point=torch.zeros(2, 1, dtype=torch.int32)), Message(f"unexpected: {UP}_zero_point")),
+        "rotated weights": (
+            config(quantization_config={**INT4, "transform_config": {"config_groups": {"R3": {}}}}),
+            Message("compressed-tensors", "transform_config", "R3", "unquantized"),
+        ),
+        "sparse weights": (
+            config(quantization_config={**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}),
+            Message("sparsity_config", "sparse-24-bitmask", "unquantized"),
+        ),
         "eight bits": (int4(num_bits=8), Message("pack-quantized", "'num_bits': 8", "unquantized")),
         "an asymmetric scheme": (int4(symmetric=False), Message("compressed-tensors", "'symmetric': False")),
         "no strategy": (int4(strategy=GONE), Message("compressed-tensors", "unquantized")),

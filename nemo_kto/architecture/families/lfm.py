@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,7 +75,8 @@ def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
     check_constants(config, {"conv_bias": False})
     convolution = ShortConvolution(
         channels=config.hidden_size,
-        groups=config.num_attention_heads,  # any divisor of the channels: it determines how many ranks can share them
+        # any divisor of the channels: it determines how many ranks can share them
+        groups=math.gcd(config.hidden_size, config.num_attention_heads),
         kernel=config.conv_L_cache,
     )
     return tuple(SOFTMAX_ATTENTION if kind == "full_attention" else convolution for kind in config.layer_types)

@@ -230,4 +230,5 @@ APERTUS = Family(
     activation=("hidden_act", "xielu"),
     gated_mlp=False,
     untrained={"constants of xIELU": r"{model}layers\.\d+\.mlp\.act_fn\.(beta|eps)$"},
+    constants={".mlp.act_fn.beta": 0.5, ".mlp.act_fn.eps": -1e-6},  # as in ``layers.mlp.XIELU``
 )

@@ -67,6 +67,13 @@ def test_mlp_width_of_lfm2(changes: dict[str, Any], width: int, tmp_path: Path) 
     assert [mixer.kind for mixer in read.mixers] == ["short convolution", "softmax attention", "short convolution"]
 
 
+def test_groups_of_channels_of_lfm2_have_equal_sizes(tmp_path: Path) -> None:
+    """Also if the number of heads, whose size config.json then has, does not divide the channels."""
+    given = {**of("Lfm2ForCausalLM"), "hidden_size": 64, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(BASE | given | {"layer_types": ["conv"] * 3}))
+    assert read_architecture(tmp_path, tensor_parallel=1).sizes["conv_groups"] == 4
+
+
 def test_routers(tmp_path: Path) -> None:
     """Two shared experts are one of double width; the layers without experts are the first, or outside of an interval."""
     given = {**ROUTED, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}

@@ -92,7 +92,7 @@ PHIMOE = {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "input
     ("config", "parts"),
     [
         pytest.param(COHERE, ("use_qk_norm must be false for cohere", "got true", "choose"), id="Command R+"),
-        pytest.param(OLMOE, ("clip_qkv must be none for olmoe", "got 8.0", "choose"), id="OLMoE"),
+        pytest.param(OLMOE, ("clip_qkv must be null for olmoe", "got 8.0", "choose"), id="OLMoE"),
         pytest.param(PHIMOE, ("'PhimoeForCausalLM'", "not supported", "experts at random", "choose"), id="phimoe"),
         *(
             pytest.param({"architectures": [name], "model_type": "x"}, (f"'{name}'", "not supported", "choose"), id=name)

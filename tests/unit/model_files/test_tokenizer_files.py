@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -89,9 +90,10 @@ def test_a_link_within_the_folder_is_followed_and_one_that_leads_out_is_refused(
 
 def test_the_configuration_of_another_dtype_and_of_an_output_that_is_not_tied(tmp_path: Path) -> None:
     """The name of the dtype is that of the source."""
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true, "dtype": "float16", "quantization_config": {}}')
+    fields = {"tie_word_embeddings": True, "tie_embedding": True, "dtype": "float16", "quantization_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     assert model_config(tmp_path, tied=True)["tie_word_embeddings"] is True
     untied = model_config(tmp_path, tied=False)
-    assert with_dtype(untied, "bfloat16") == {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    assert with_dtype(untied, "bfloat16") == {"tie_word_embeddings": False, "tie_embedding": False, "dtype": "bfloat16"}
     assert with_dtype({"torch_dtype": "float16"}, "float32") == {"torch_dtype": "float32"}
     assert with_dtype({}, "float32") == {"torch_dtype": "float32"}
