@@ -24,6 +24,7 @@ from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Family
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.errors import UserError
 from nemo_kto.mixers.param_mapping import Layers
+from nemo_kto.model_files.tokenizer_files import image_ids
 from nemo_kto.tools.plan import plan_command as plan
 from tests.families import IMAGES
 from tests.helpers.messages import raises
@@ -239,6 +240,20 @@ def bases() -> Iterator[tuple[str, dict[str, Any]]]:
         text = {"text_config": {"model_type": family.text_type}} if family.text_type else {}
         config = json.loads(AutoConfig.for_model(family.name, **text).to_json_string(use_diff=False))
         yield family.hf_architecture + family.text_type, {**config, "architectures": [family.hf_architecture]}
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("Qwen--Qwen2.5-VL-7B-Instruct", {151655, 151656}),
+        ("google--gemma-3-4b-it", {262144}),
+        ("nvidia--Gemma-4-31B-IT-NVFP4", {258880, 258881, 258884}),
+        ("moonshotai--Kimi-K2.5", {163605}),
+        ("Qwen--Qwen3-0.6B", set()),
+    ],
+)
+def test_tokens_of_images_videos_and_sounds(name: str, ids: set[int], tmp_path: Path) -> None:
+    assert image_ids(write(published(name), tmp_path)) == ids
 
 
 TIES: tuple[dict[str, bool], ...] = ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False})
