@@ -68,8 +68,9 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     if family.text_type and not family.ties_in_text:  # the whole model determines it
-        fields.pop("tie_word_embeddings", None)
-        fields |= {name: bool(config[name]) for name in config.keys() & {"tie_word_embeddings"}}
+        of_text = bool(fields.pop("tie_word_embeddings", False)) and family.ties_in_either
+        if of_text or "tie_word_embeddings" in config:
+            fields["tie_word_embeddings"] = of_text or bool(config["tie_word_embeddings"])
     return fields, family
 
 

@@ -194,6 +194,7 @@ class Family:
     text_type: str = ""
     flat_config: bool = False  # older files have the fields of the text model outside of ``text_config``
     ties_in_text: bool = False  # the text model, not the whole one, determines whether embeddings are tied
+    ties_in_either: bool = False  # embeddings are tied if one of the two says so
     # Beginning of names in the tables -> what files have in its place; the first is the usual one.
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     module_prefix: str = "model."  # the same for ``model.`` in the names of transformers' modules, which PEFT uses

@@ -124,7 +124,8 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
         for name in wanted.keys() & stored.keys()
         if stored[name].quantization is None and (dtype := stored[name].tensors[""].dtype) not in FLOATS
     ]
-    if family.text_type and (empty := [kind for kind in copied if kind not in MTP_LAYERS and not copied[kind]]):
+    needs_all = bool(family.text_type or family.chosen_keys)  # in other families, transformers has a default for them
+    if needs_all and (empty := [kind for kind in copied if kind not in MTP_LAYERS and not copied[kind]]):
         problems.append(f"missing: every weight of the {empty[0]}")
     if differ := count + len(problems):
         wanted_from = f"those of config.json ({family.hf_architecture})"

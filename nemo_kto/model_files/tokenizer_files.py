@@ -15,7 +15,7 @@ from nemo_kto.utils.files import irregular, open_file, other_format, read_json, 
 _REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _STOPS = ("generation_config.json", "config.json")  # transformers reads eos_token_id in the first that exists
-_IMAGES = ("image_token_id", "image_token_index", "video_token_id")
+_IMAGES = ("image_token_id", "image_token_index", "video_token_id", "media_placeholder_token_id", "audio_token_id")
 _CONVERSION = f"write {_TOKENIZER} with the lines of docs/guides/models.md, section Tokenizers"
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -108,7 +108,7 @@ def declared_stop_ids(folder: Path) -> set[int]:
 
 
 def image_ids(folder: Path) -> set[int]:
-    """Return the tokens that stand for an image or a part of a video according to config.json, if it exists."""
+    """Return the tokens that stand for images, parts of videos or sounds according to config.json, if it exists."""
     config = read_json(folder / _STOPS[1]) if (folder / _STOPS[1]).is_file() else {}
     return {number for name in _IMAGES if type(number := config.get(name)) is int}
 

@@ -81,6 +81,15 @@ def test_extra_tensors_of_old_files_are_ignored(ranks: Any, model: Path) -> None
     assert ranks.run(1, hf_jobs.load_only, Layout(), model) == [""]
 
 
+def test_a_model_without_its_indexers_is_refused(tmp_path: Path) -> None:
+    """transformers draws those of its export at random, which choose keys once sequences are longer than in training."""
+    name = next(name for name, model in MODELS.items() if "index_topk" in model.fields)
+    hf_models.write_model(name, tmp_path, max_shard_size="1GB")
+    rewrite(tmp_path, **dict.fromkeys(name for name in weights(tmp_path) if ".indexer." in name))
+    with raises(UserError, f"{tmp_path}", "1 differences", "missing: every weight of the indexers", "download"):
+        check_weights(ModelFiles(source=tmp_path).architecture, tmp_path)
+
+
 def test_layers_for_further_tokens_are_copied_and_others_refused(ranks: Any, tmp_path: Path) -> None:
     for name, layers in {name: model.mtp_layers for name, model in MODELS.items() if model.mtp_layers}.items():
         hf_models.write_model(name, folder := tmp_path / name, max_shard_size="1GB")

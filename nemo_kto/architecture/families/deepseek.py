@@ -55,8 +55,6 @@ def _v2_mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
 
 
 def _indexed_mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
-    if config.q_lora_rank is None:
-        raise ValueError(f"q_lora_rank must be an integer for {config.model_type}, got null; choose another model")
     # transformers ignores rope_interleave
     return tuple(replace(mixer, interleaved=True) for mixer in _mixers(config))
 

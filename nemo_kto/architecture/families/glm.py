@@ -68,6 +68,7 @@ GLM4V = replace(
     text_type="glm4v_text",
     flags={**GLM4.flags, "qkv_bias": True},
     own_head_dim=False,
+    ties_in_either=True,
     **QWEN_VL,
 )
 # the first layers have one MLP; a shared expert, and a correction bias for the choice of experts
@@ -108,6 +109,7 @@ GLM4V_MOE = replace(
     published="GLM-4.5V, GLM-4.6V",
     text_type="glm4v_moe_text",
     flags={"qkv_bias": "attention_bias"},
+    ties_in_either=True,
     **{**QWEN_VL, "untrained": {**QWEN_VL["untrained"], **MTP_LAYERS}},
 )
 DOTS1 = replace(

@@ -113,6 +113,7 @@ QWEN2_5_VL = replace(
     published="Qwen2.5-VL",
     text_type="qwen2_5_vl_text",
     flat_config=True,
+    ties_in_either=True,
     **QWEN_VL,
 )
 QWEN2_VL = replace(

@@ -415,7 +415,9 @@ class RecordEncoder:
             )
         if images := self._image_ids & {*prompt, *answer}:
             token = show(self._tokenizer.convert_ids_to_tokens(min(images)))
-            return RowError(f"each token must be of text, got {token}, which stands for an image; leave such rows out")
+            return RowError(
+                f"each token must be of text, got {token}, which stands for an image or a sound; leave such rows out"
+            )
         response = answer if ended else [*answer, self._eos_id]
         counted = {"is_empty": text.is_empty, "has_special_tokens": text.has_special_tokens}
         return EncodedExample(prompt_ids=prompt, response_ids=response, **counted)

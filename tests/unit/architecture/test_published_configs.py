@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -23,7 +24,9 @@ from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Family
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.errors import UserError
 from nemo_kto.mixers.param_mapping import Layers
+from nemo_kto.model_files.tokenizer_files import image_ids
 from nemo_kto.tools.plan import plan_command as plan
+from tests.families import IMAGES
 from tests.helpers.messages import raises
 from tests.helpers.published_configs import COUNTS, NAMES, count, counts, published, write
 
@@ -237,6 +240,38 @@ def bases() -> Iterator[tuple[str, dict[str, Any]]]:
         text = {"text_config": {"model_type": family.text_type}} if family.text_type else {}
         config = json.loads(AutoConfig.for_model(family.name, **text).to_json_string(use_diff=False))
         yield family.hf_architecture + family.text_type, {**config, "architectures": [family.hf_architecture]}
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("Qwen--Qwen2.5-VL-7B-Instruct", {151655, 151656}),
+        ("google--gemma-3-4b-it", {262144}),
+        ("nvidia--Gemma-4-31B-IT-NVFP4", {258880, 258881, 258884}),
+        ("moonshotai--Kimi-K2.5", {163605}),
+        ("Qwen--Qwen3-0.6B", set()),
+    ],
+)
+def test_tokens_of_images_videos_and_sounds(name: str, ids: set[int], tmp_path: Path) -> None:
+    assert image_ids(write(published(name), tmp_path)) == ids
+
+
+TIES: tuple[dict[str, bool], ...] = ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_embeddings_of_models_with_image_input_are_tied_as_in_transformers(name: str, tmp_path: Path) -> None:
+    """Files of Qwen2-VL that transformers 4 wrote say it only in text_config. Llama 4's text model alone determines it."""
+    config = json.loads(IMAGES[name].config().to_json_string())
+    text = config["text_config"]
+    family = next(each for each in MULTIMODAL if (each.name, each.text_type) == (config["model_type"], text["model_type"]))
+    for part in (config, text):
+        part.pop("tie_word_embeddings", None)
+    for whole, of_text in itertools.product(TIES, TIES):
+        given = {**config, "architectures": [family.hf_architecture], **whole, "text_config": text | of_text}
+        found = AutoConfig.from_pretrained(write(given, tmp_path))
+        expected = (found.text_config if family.ties_in_text else found).tie_word_embeddings
+        assert read_architecture(tmp_path, tensor_parallel=1).tied is expected, (whole, of_text)
 
 
 def mutated(config: Any, generator: random.Random) -> dict[str, Any]:
