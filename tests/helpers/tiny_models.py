@@ -104,17 +104,25 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
     from nemo_kto.layers.layer_settings import Rope
-    from nemo_kto.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2, SequenceMixer, ShortConvolution
+    from nemo_kto.mixers import (
+        SOFTMAX_ATTENTION,
+        GatedDeltaNet,
+        GlobalAttention,
+        LatentAttention,
+        Mamba2,
+        SequenceMixer,
+        ShortConvolution,
+    )
 
     delta_net = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, kernel=4)
     mamba = Mamba2(heads=4, groups=2, head_dim=3, state_dim=2, kernel=4, step_limits=(0.0, math.inf))
-    convolution = ShortConvolution(channels=8, groups=4, kernel=3)
+    convolution, wide = ShortConvolution(channels=8, groups=4, kernel=3), GlobalAttention(heads=6, groups=3, head_dim=4)
     latents = LatentAttention(
         heads=6, query_rank=5, key_value_rank=4, plain_dim=2, rotated_dim=2, value_dim=3, interleaved=True
     )
     kinds = {mapping.mixer for mapping in FAMILIES[family].mappings}
     mixer: SequenceMixer = next(
-        (each for each in (delta_net, latents, mamba, convolution) if each.kind in kinds), SOFTMAX_ATTENTION
+        (each for each in (delta_net, latents, mamba, convolution, wide) if each.kind in kinds), SOFTMAX_ATTENTION
     )
     sizes: dict[str, Any] = {
         "tensor_parallel": 1,

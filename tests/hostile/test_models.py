@@ -158,7 +158,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     },
     # positions
     "rope of a type that is not there": (
-        config(rope_scaling={"rope_type": "proportional", "factor": 4.0}), Message("llama3", "proportional")),
+        config(rope_scaling={"rope_type": "spiral", "factor": 4.0}), Message("llama3", "spiral")),
     "rope for each layer type": (
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
         Message("rope_parameters", "all", "one", "full_attention")),

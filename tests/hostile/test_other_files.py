@@ -152,9 +152,9 @@ CASES: dict[str, dict[str, tuple[Break, Message]]] = {
             Message("1 differences", f"{UP}_scale_inv: expected floats, got I32", "download"),
         ),
         "a scale of nothing": (named(_scale_inv_scale_inv=ones()), Message(f"unexpected: {UP}_scale_inv_scale_inv")),
-        "scales of keys": (
-            tensors(model__layers__0__self_attn__k_scale=ones()),
-            Message("unexpected: model.layers.0.self_attn.k_scale"),
+        "scales of scores": (
+            tensors(model__layers__0__self_attn__qk_scale=ones()),
+            Message("unexpected: model.layers.0.self_attn.qk_scale"),
         ),
         "blocks without a size": (config(quantization_config={**FP8, "weight_block_size": [0, 8]}), REFUSED),
         "a single value": (

@@ -107,7 +107,7 @@ def test_old_and_new_forms(config: dict[str, Any], theta: float, factor: float) 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rope_theta": 1e4, "rope_scaling": {"type": "proportional", "factor": 2.0}}, Message("llama3", "proportional")),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "spiral", "factor": 2.0}}, Message("llama3", "spiral")),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, Message("all", "set")),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear"}}, Message("rope", "linear", "factor")),
         (
