@@ -89,9 +89,11 @@ def serve(listening: socket.socket) -> None:
     app = mount_gradio_app(FastAPI(), build_page(workbench), path="/", footer_links=[], ssr_mode=False, show_error=True)
     config = uvicorn.Config(Gate(inner=app, token=token), log_level="critical", timeout_graceful_shutdown=1)
     print(f"open http://127.0.0.1:{listening.getsockname()[1]}/?token={token}\nCtrl-C ends, and stops the run.", flush=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # uvicorn raises SIGTERM again at its end, which would end us at once
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, signal.default_int_handler)
+    # uvicorn raises SIGTERM again at its end, which would end us at once
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        # not an exception: within a request uvicorn would log it and go on
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:
