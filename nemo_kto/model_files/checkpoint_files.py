@@ -120,9 +120,8 @@ def is_reliable(checkpoint: Checkpoint, monitor: str) -> bool:
     """Return whether a metric comes from a validation with enough rows."""
     metrics = checkpoint.info["metrics"]
     of_sets = [name for name in metrics if name.endswith("_rows") and monitor.startswith(name.removesuffix("rows"))]
-    return has_enough_rows(
-        metrics.get(max(of_sets, key=len, default=""))
-    )  # one name of a set may begin with another: a, a_b
+    # the longest, as one name of a set may begin with another: a, a_b
+    return has_enough_rows(metrics.get(max(of_sets, key=len, default="")))
 
 
 def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
