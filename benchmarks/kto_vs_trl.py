@@ -8,7 +8,8 @@ of up to 384 tokens with the same KL examples, constant learning rate, Adam and 
 separate process, one after the other, and again in each round; the medians are over all rounds. The first step of a
 process is not measured, and one more step is profiled: the share of matrix products is of the time of its operators. The
 table shows loss and KL of the last step: if they agree, all computed the same steps. nemo_kto runs with three reference
-modes; with adapters it trains fewer weights, so its losses differ.
+modes; with adapters it trains fewer weights, so its losses differ. Runs of TRL with adapters need
+bitsandbytes for nf4; they train the adapters in fp32, as TRL's bf16 takes minutes on CPUs without AMX.
 
 TRL is the one that is installed here. PYTHON is that of an environment with another version, which takes turns with it:
 
@@ -58,9 +59,15 @@ OURS = {
     "nemo_kto, reference cached": ["model.reference.mode=cached"],
     "nemo_kto, LoRA": [*LORA, "model.reference.mode=adapter"],
     "nemo_kto, LoRA, reference cached": [*LORA, "model.reference.mode=cached"],
+    "nemo_kto, LoRA, nf4": [*LORA, "model.reference.mode=adapter", "model.quantize=nf4"],
 }
-# Name of a run of TRL -> whether it uses gradient checkpointing.
-TRL = {"TRL, gradient checkpointing (its default)": True, "TRL, no gradient checkpointing": False}
+# Name of a run of TRL -> whether it uses gradient checkpointing, adapters and bitsandbytes.
+TRL: dict[str, dict[str, bool]] = {
+    "TRL, gradient checkpointing (its default)": {"gradient_checkpointing": True},
+    "TRL, no gradient checkpointing": {},
+    "TRL, LoRA": {"lora": True},
+    "TRL, LoRA, nf4": {"lora": True, "nf4": True},
+}
 OTHER = "other "
 RUNS = [*TRL, *(OTHER + name for name in TRL), *OURS]
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
@@ -142,11 +149,21 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_checkpointing: bool, folder: str) -> None:
+def run_trl(
+    model: Path,
+    rows: list[dict[str, Any]],
+    clock: Clock,
+    *,
+    folder: str,
+    gradient_checkpointing: bool = False,
+    lora: bool = False,
+    nf4: bool = False,
+) -> None:
     """Train with TRL's KTOTrainer; settings that are not given are its defaults."""
     import trl
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
     from trl.experimental.kto import KTOConfig, KTOTrainer
 
     clock.version = trl.__version__
@@ -163,9 +180,14 @@ def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_c
                 clock.losses.append(logs["loss"])
                 clock.kls.append(logs["kl"])
 
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32", bnb_4bit_use_double_quant=False
+    )
+    loading = {"dtype": "float32", "quantization_config": quantization if nf4 else None}
     trainer = KTOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
-        ref_model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(model, **loading),
+        ref_model=None if lora else AutoModelForCausalLM.from_pretrained(model, **loading),
+        peft_config=LoraConfig(r=16, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear") if lora else None,
         args=KTOConfig(
             output_dir=folder,
             use_cpu=True,
@@ -191,6 +213,8 @@ def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_c
         train_dataset=Dataset.from_list(rows * clock.steps),
         callbacks=[Watch()],
     )
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     trainer.train()
 
 
@@ -302,8 +326,7 @@ def work(arguments: argparse.Namespace) -> None:
         if arguments.work in OURS:
             run_ours(arguments.model, rows, clock, overrides=OURS[arguments.work], folder=folder)
         else:
-            checkpointing = TRL[arguments.work.removeprefix(OTHER)]
-            run_trl(arguments.model, rows, clock, gradient_checkpointing=checkpointing, folder=folder)
+            run_trl(arguments.model, rows, clock, folder=folder, **TRL[arguments.work.removeprefix(OTHER)])
     arguments.result.write_text(json.dumps(asdict(clock)))
 
 
@@ -373,7 +396,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work:
         return work(arguments)
-    names = arguments.only or [name for name in RUNS if arguments.other_trl or not name.startswith(OTHER)]
+    names = arguments.only or [name for name in RUNS if "LoRA" not in name or name in OURS]
+    names = [name for name in names if arguments.only or arguments.other_trl or not name.startswith(OTHER)]
     if not arguments.other_trl and any(name.startswith(OTHER) for name in names):
         parser.error("other TRL needs --other-trl PYTHON")
     results = run_in_turn(arguments, names)

@@ -7,6 +7,9 @@ alone, and the values do not depend on the layout of a run.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -14,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_kto.layers.layer_settings import BaseFormat
+from nemo_kto.layers.layer_settings import FORMATS, BaseFormat
+
+logger = logging.getLogger(__name__)
 
 
 class Quantized(NamedTuple):
@@ -53,8 +58,33 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     return F.embedding(packed.int(), _pairs("mxfp4", packed.device)).flatten(-2)
 
 
-def dequantize(quantized: Quantized, form: BaseFormat) -> Tensor:
-    """Return the values of matrices, [..., out, in] in fp32."""
+def dequantize(quantized: Quantized, form: BaseFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of matrices, [..., out, in]."""
+    codes, scales = quantized
+    if form.name == "nf4" and (kernel := nf4_kernel(codes.device, dtype)) is not None:
+        shape = (*codes.shape[:-1], 2 * codes.size(-1))
+        return kernel(codes.contiguous(), scales.flatten(), form.block[1], form.name, shape, dtype)
+    return _dequantize(quantized, form).to(dtype)
+
+
+@cache
+def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """Return bitsandbytes' operator if it is installed and has bitwise the values of the formula; None otherwise."""
+    if importlib.util.find_spec("bitsandbytes") is None or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    form, values = FORMATS["nf4"], (torch.linspace(-1.0, 1.0, 64 * 256, device=device) ** 3).view(64, 256)
+    codes, scales = stored = quantize(values, form)
+    try:
+        importlib.import_module("bitsandbytes")
+        kernel: Callable[..., Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
+        found = kernel(codes, scales.flatten(), form.block[1], form.name, values.shape, dtype)
+    except Exception as error:  # it may have no library for the device, or fit another release of torch
+        logger.warning("bitsandbytes is installed but not used (%s: %s); reinstall it", type(error).__name__, error)
+        return None
+    return kernel if torch.equal(found, _dequantize(stored, form).to(dtype)) else None
+
+
+def _dequantize(quantized: Quantized, form: BaseFormat) -> Tensor:
     codes, scales = quantized
     if form.name == "fp8":
         values = codes.view(torch.float8_e4m3fn).float()

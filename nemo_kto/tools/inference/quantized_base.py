@@ -34,7 +34,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, [out, in], which peft reads for DoRA."""
-        return dequantize(Quantized(self.codes, self.scales), self._form).to(self._dtype)
+        return dequantize(Quantized(self.codes, self.scales), self._form, self._dtype)
 
     def forward(self, input_BSI: Tensor) -> Tensor:
         return F.linear(input_BSI, self.weight, self.bias)
