@@ -124,8 +124,7 @@ def adapted(
     hf_jobs._backward(wrapped, model)
     for weight in rank_adapters(wrapped, architecture, settings, {}):
         weight.parameter.data.copy_(weight.parameter.main_grad)  # type: ignore[attr-defined]
-    if not settings.dora:
-        export_adapter([model], architecture, out=out / "gradients", base_model=folder)
+    export_adapter([model], architecture, out=out / "gradients", base_model=folder)
     return found
 
 
