@@ -39,12 +39,22 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
 _BIAS, _NO_NUMBER = 127, 255  # of e8m0, an exponent in 8 bits
 _LARGEST_EXPONENT = 2  # of e2m1
+_VALUES_AT_ONCE = 2**22  # of a matrix that is quantized
 SCALE_TYPES = {"nf4": torch.float32, "fp8": torch.float32, "mxfp4": torch.uint8}
 
 
 def quantize(values: Tensor, form: BaseFormat) -> Quantized:
-    """Quantize a matrix, [out, in], whose first row begins a block; blocks at its lower end may have fewer rows."""
-    values = values.float()
+    """Quantize a matrix, [out, in], whose first row begins a block; blocks at its lower end may have fewer rows.
+
+    Its rows are quantized in parts, so that temporary tensors are small beside those of a product with the matrix.
+    """
+    height = form.block[0]
+    rows = max(1, _VALUES_AT_ONCE // (height * values.size(1))) * height
+    parts = [_quantize(part.float(), form) for part in values.split(rows)]
+    return parts[0] if len(parts) == 1 else Quantized(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _quantize(values: Tensor, form: BaseFormat) -> Quantized:
     if form.name == "fp8":
         return _to_fp8(values, form.block)
     blocks, is_nf4 = values.unflatten(1, (-1, form.block[1])), form.name == "nf4"

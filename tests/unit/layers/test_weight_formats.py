@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from nemo_kto.layers import weight_formats
 from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.quantized_weight import QuantizedWeight
 from nemo_kto.layers.weight_formats import E2M1, NF4, Quantized, dequantize, nf4_kernel, quantize
@@ -122,6 +123,14 @@ def test_fp8_has_a_scale_for_128_by_128_values() -> None:
 def test_bytes_are_those_of_the_plan(form: str) -> None:
     stored = quantize(matrix(), FORMATS[form])
     assert sum(part.nbytes for part in stored) == FORMATS[form].bytes_of((200, 256))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_parts_of_a_matrix_are_quantized_like_the_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = quantize(matrix(300), FORMATS[form])
+    monkeypatch.setattr(weight_formats, "_VALUES_AT_ONCE", 100 * 256)
+    parts = quantize(matrix(300), FORMATS[form])
+    assert all(torch.equal(part, expected) for part, expected in zip(parts, whole, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMATS)
