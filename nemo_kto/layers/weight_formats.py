@@ -39,7 +39,7 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
 _BIAS, _NO_NUMBER = 127, 255  # of e8m0, an exponent in 8 bits
 _LARGEST_EXPONENT = 2  # of e2m1
-_VALUES_AT_ONCE = 2**22  # of a matrix that is quantized
+_VALUES_AT_ONCE = 2**19  # of a matrix that is quantized
 SCALE_TYPES = {"nf4": torch.float32, "fp8": torch.float32, "mxfp4": torch.uint8}
 
 
@@ -119,7 +119,7 @@ def _to_mxfp4(blocks: Tensor, largest: Tensor) -> Quantized:
     scaled = blocks / _e8m0(exponents).unsqueeze(-1)
     values = torch.tensor(_POSITIVE, device=blocks.device)
     middles, size = (values[:-1] + values[1:]) / 2, scaled.abs()
-    lower, upper = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
+    lower, upper = (torch.bucketize(size, middles, out_int32=True, right=right) for right in (False, True))
     codes = torch.where(lower % 2 == 0, lower, upper)
     return Quantized((codes + 8 * torch.signbit(scaled)).to(torch.uint8), exponents)
 

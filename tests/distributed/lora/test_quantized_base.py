@@ -20,6 +20,8 @@ from nemo_kto.distributed.state import Layout
 from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.weight_formats import quantize
 from nemo_kto.run.policy import export_checkpoint
+from nemo_kto.tools.inference.opening import open_model
+from nemo_kto.tools.inference.quantized_base import QuantizedLinear
 from tests.helpers import hf_models, quantized_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
@@ -62,6 +64,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], LoRASettings]] = {
         },
         replace(ALL, target_modules=("in_proj", "out_proj", "o_proj")),
     ),
+    "separate experts": (
+        "qwen3_moe",
+        {"hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 128, "num_hidden_layers": 1, "intermediate_size": 128},
+        ALL,
+    ),
+    "experts of other matrices": (
+        "llama4_text",
+        {"hidden_size": 128, "head_dim": 32, "intermediate_size": 64, "intermediate_size_mlp": 64},
+        ALL,
+    ),
     "joined experts": ("gpt_oss", {"num_hidden_layers": 2}, replace(ALL, target_modules=("attention",), experts=False)),
 }
 CASES = [
@@ -88,7 +100,9 @@ LAYOUTS: dict[str, tuple[str, str, int, Layout]] = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
     base = tmp_path_factory.mktemp("quantized")
-    return hf_models.LazyFolders(lambda name: make_checkpoint(base / name, MODELS[name][0], **MODELS[name][1]))
+    return hf_models.LazyFolders(
+        lambda name: make_checkpoint(base / name.replace(",", ""), MODELS[name][0], **MODELS[name][1])
+    )
 
 
 def _same(ours: Path, theirs: Path) -> None:
@@ -234,6 +248,32 @@ def test_stored_codes_and_scales_are_kept(
     assert all(each["quantized"] for each in ours)
     assert (ours[0]["logits"] == theirs[0]["logits"]).all()
     _same(tmp_path / "ours/dense.safetensors", tmp_path / "theirs/dense.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("latent attention, experts", "nf4"),
+        ("gated delta nets", "nf4"),
+        ("joined experts", "mxfp4"),
+        ("separate experts", "fp8"),
+        ("experts of other matrices", "nf4"),
+    ],
+)
+def test_inference_has_the_weights_of_the_training(
+    name: str, form: str, folders: hf_models.LazyFolders, tmp_path: Path
+) -> None:
+    """Those of the files, each quantized and dequantized, also where transformers joins or transposes them."""
+    quantized_jobs.write_dequantized(folders[name], tmp_path / "base", form)
+    hf_models.peft_model(folders[name], replace(ALL, target_modules=("o_proj",))).save_pretrained(tmp_path / "adapter")
+    how: dict[str, Any] = {"class_name": "AutoModelForCausalLM", "dtype": torch.float32, "remedy": ""}
+    model = open_model(folders[name], adapters=tmp_path / "adapter", base_format=form, **how)
+    found = dict(model.named_parameters())
+    modules = {each: module for each, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    found |= {f"{each}.weight": module.weight for each, module in modules.items()}
+    found = {each.replace(".base_layer", ""): values for each, values in found.items()}
+    expected = dict(hf_models.load(tmp_path / "base").named_parameters())
+    assert [each for each, values in expected.items() if not torch.equal(found[each], values)] == []
 
 
 def test_a_base_that_is_gone_is_an_error_of_all_ranks(

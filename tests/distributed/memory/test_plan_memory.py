@@ -71,7 +71,7 @@ def _resident(field: str) -> float:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan_memory")
     make_checkpoint(folder / "model", "llama", **SIZES)
-    make_checkpoint(folder / "small", "llama")
+    make_checkpoint(folder / "small", "llama", hidden_size=128, intermediate_size=128, head_dim=32)
     experts: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024}
     make_checkpoint(folder / "mixture", "qwen2_moe", **SIZES, **experts)
     make_checkpoint(folder / "small_mixture", "qwen2_moe")
