@@ -56,7 +56,7 @@ class Architecture(ModelSizes):
     swiglu_alpha: float | None = None  # set only together with the limit
     experts: Experts | None = None
     expert_tensor_parallel: int = 1
-    base_format: str | None = None  # format of frozen linear layers, a name in ``base_format.FORMATS``; None: not quantized
+    base_format: str | None = None  # format of frozen linear layers, a name in ``FORMATS``; None: not quantized
 
     @property
     def unsupported_by_te(self) -> tuple[str, ...]:

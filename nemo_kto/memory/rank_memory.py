@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.base_format import FORMATS, is_quantized
+from nemo_kto.architecture.base_format import is_quantized
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings
 from nemo_kto.architecture.parameters import RankParameter, rank_parameters
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.memory.activations import Activations
 from nemo_kto.models.flops import Block, ModelFlops, blocks_of
 

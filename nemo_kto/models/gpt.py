@@ -26,13 +26,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.base_format import FORMATS, is_quantized
+from nemo_kto.architecture.base_format import is_quantized
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
 from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel, uses_transformer_engine
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, packed_attention
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.mlp import (
     XIELU,
     BalancedRouter,

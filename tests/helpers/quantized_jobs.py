@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_kto.architecture.base_format import FORMATS, is_quantized
+from nemo_kto.architecture.base_format import is_quantized
 from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.config.resolved import ModelFiles
@@ -24,6 +24,7 @@ from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface.hf_weights import export, load_weights
 from nemo_kto.huggingface.peft import export_adapter, load_adapter
 from nemo_kto.huggingface.rank_weights import gather_weights, rank_adapters, rank_weights, sends_weights
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.quantized_weight import QuantizedWeight
 from nemo_kto.layers.weight_formats import dequantize, quantize
 from nemo_kto.models.engine.optimizer import wrap_data_parallel

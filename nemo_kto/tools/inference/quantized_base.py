@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.base_format import FORMATS, BaseFormat, is_quantized
+from nemo_kto.architecture.base_format import is_quantized
+from nemo_kto.layers.layer_settings import FORMATS, BaseFormat
 from nemo_kto.layers.weight_formats import Quantized, dequantize, quantize
 
 _IN_LAYER = re.compile(r"layers\.(?:\d+|\{layer\})\.(?P<module>.+)")
