@@ -1,15 +1,15 @@
 """One KTO step compared with TRL's KTOTrainer: seconds, memory, and a check that all computed the same.
 
-    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--rounds 1] [--threads 2] [--only NAME ...]
-                                    [--other-trl PYTHON]
+    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--tokens 384] [--steps 3] [--rounds 1] [--threads 2]
+                                    [--only NAME ...] [--other-trl PYTHON]
 
 MODEL is a Hugging Face folder. All train it in fp32 on the CPU with the same number of threads, on the same 8 examples
 of up to 384 tokens with the same KL examples, constant learning rate, Adam and clipping. Each trainer runs in a
 separate process, one after the other, and again in each round; the medians are over all rounds. The first step of a
 process is not measured, and one more step is profiled: the share of matrix products is of the time of its operators. The
 table shows loss and KL of the last step: if they agree, all computed the same steps. nemo_kto runs with three reference
-modes; with adapters it trains fewer weights, so its losses differ. Runs of TRL with adapters need
-bitsandbytes for nf4; they train the adapters in fp32, as TRL's bf16 takes minutes on CPUs without AMX.
+modes; with adapters fewer weights are trained, so that losses differ. Runs of TRL with adapters must be named; nf4
+needs bitsandbytes. Their adapters are in fp32, as the bf16 of TRL takes many times as long on CPUs without bf16 products.
 
 TRL is the one that is installed here. PYTHON is that of an environment with another version, which takes turns with it:
 
@@ -124,8 +124,8 @@ class Clock:
         self.products = max(self.products, other.products)
 
 
-def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of random words whose lengths are spread evenly over the allowed range."""
+def make_rows(tokenizer: Any, *, longest: int = MAX_TOKENS, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of random words of up to ``longest`` tokens, whose lengths are spread evenly over the allowed range."""
     draw = random.Random(seed)
     words = "time people water light house story river garden letter music winter summer morning paper stone bridge".split()
 
@@ -134,7 +134,7 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
         return tokenizer.decode(ids[:tokens]).strip()
 
     def length(bounds: tuple[int, int], index: int) -> int:
-        return bounds[0] + (bounds[1] - bounds[0]) * index // (NUM_ROWS - 1)
+        return (bounds[0] + (bounds[1] - bounds[0]) * index // (NUM_ROWS - 1)) * longest // MAX_TOKENS
 
     rows = [
         {
@@ -313,7 +313,7 @@ def rows_to_use(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines[:NUM_ROWS]]
     from transformers import AutoTokenizer
 
-    return make_rows(AutoTokenizer.from_pretrained(arguments.model))
+    return make_rows(AutoTokenizer.from_pretrained(arguments.model), longest=arguments.tokens)
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -386,6 +386,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--tokens", type=int, default=MAX_TOKENS, help="of the longest row without --rows, at most 384")
     parser.add_argument("--steps", type=int, default=3, help="steps that are measured, after one that is not")
     parser.add_argument("--rounds", type=int, default=1, help="how often each trainer has its turn")
     parser.add_argument("--threads", type=int, default=2)
@@ -401,7 +402,7 @@ def main() -> None:
     if not arguments.other_trl and any(name.startswith(OTHER) for name in names):
         parser.error("other TRL needs --other-trl PYTHON")
     results = run_in_turn(arguments, names)
-    told = f"{NUM_ROWS} rows of up to {MAX_TOKENS} tokens, fp32, {arguments.threads} threads"
+    told = f"{NUM_ROWS} rows of up to {arguments.tokens} tokens, fp32, {arguments.threads} threads"
     print(f"{told}, medians of {arguments.steps * arguments.rounds} steps\n")
     print(table(results))
     print(cost_of_the_reference(results))
