@@ -48,7 +48,7 @@ TESTS = FamilyTests(
             "falcon_h1", {
                 **_FACTORS, **_ONE_GROUP, **_NORMED, "initializer_range": 0.15, "rope_parameters": rope(1e5),
                 "tie_word_embeddings": True, **NO_TOKENS,
-            }, quick=True, lora=adapters("in_proj", "q_proj", "down_proj", alpha=1, dora=True), quick_lora=True,
+            }, quick=True, lora=adapters("in_proj", "q_proj", "mlp", alpha=1, dora=True), quick_lora=True,
         ),
     },
     gradients={

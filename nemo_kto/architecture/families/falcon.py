@@ -18,6 +18,7 @@ from nemo_kto.mixers.param_mapping import Shape
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_Two, _Five = Annotated[list[Positive], Len(2, 2)], Annotated[list[Positive], Len(5, 5)]
 _CONSTANT = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
@@ -37,8 +38,8 @@ class FalconFields(ModelFields):
     attention_out_multiplier: Positive = ABSENT
     ssm_in_multiplier: Positive = ABSENT
     ssm_out_multiplier: Positive = ABSENT
-    ssm_multipliers: Annotated[list[Positive], Len(5, 5), Field(description="a list of five positive floats")] | None = None
-    mlp_multipliers: Annotated[list[Positive], Len(2, 2), Field(description="a list of two positive floats")] | None = None
+    ssm_multipliers: Annotated[_Five | None, Field(description="a list of five positive floats")] = None
+    mlp_multipliers: Annotated[_Two | None, Field(description="a list of two positive floats")] = None
     mamba_d_ssm: Count | None = None
     mamba_n_heads: Count = ABSENT
     mamba_d_head: Count | Literal["auto"] = ABSENT

@@ -97,6 +97,15 @@ PHIMOE = {
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
+        *(
+            pytest.param({**published("tiiuae--Falcon-H1-0.5B-Base"), **changes}, parts, id=f"Falcon-H1 {parts[0]}")
+            for changes, parts in (
+                ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, ("mamba_norm_before_gate", "false", "got true")),
+                ({"projectors_bias": True}, ("projectors_bias", "must be false", "got true", "choose")),
+                ({"ssm_multipliers": [1.0] * 4}, ("ssm_multipliers", "a list of five positive floats", "correct")),
+                ({"mamba_n_groups": 5}, ("mamba_n_groups", "divisible", "got 24 and 5", "correct")),
+            )
+        ),
         pytest.param(PHIMOE, ("'PhimoeForCausalLM'", "experts at random", "bias of the output", "choose"), id="phimoe"),
         *(
             pytest.param({"architectures": [name], "model_type": "x"}, (f"'{name}'", "not supported", "choose"), id=name)
