@@ -18,7 +18,8 @@ from nemo_kto.mixers.param_mapping import Shape
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_Two, _Five = Annotated[list[Positive], Len(2, 2)], Annotated[list[Positive], Len(5, 5)]
+_Two = Annotated[list[Positive], Len(2, 2)]
+_Five = Annotated[list[Positive], Len(5, 5)]
 _CONSTANT = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
