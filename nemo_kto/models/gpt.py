@@ -43,6 +43,7 @@ from nemo_kto.layers.mlp import (
     CorrectedRouter,
     GeGLU,
     NormedRouter,
+    ScaledSwiGLU,
     SquaredReLU,
     SwiGLU,
     normed_experts,
@@ -63,7 +64,8 @@ def transformer_config(
     **settings: Any,
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # raises SplitError if the layers cannot be partitioned
-    fuses_activation = compiles() and architecture.activation == "silu" and architecture.swiglu_limit is None
+    is_usual = architecture.activation == "silu" and architecture.swiglu_limit is None and not architecture.scaled_mlp
+    fuses_activation = compiles() and is_usual
     # all windows (or chunks) of a family have the same size
     windows = [window for window in architecture.windows if window is not None]
     return TransformerConfig(
@@ -234,6 +236,9 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
     if architecture.swiglu_limit is not None:
         settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}
         activation = ModuleSpec(module=ClampedSwiGLU, params=settings)
+    if architecture.scaled_mlp:
+        factors = {"gate": architecture.gate_multiplier, "up": architecture.mlp_multiplier}
+        activation = ModuleSpec(module=ScaledSwiGLU, params=factors)
     mlp = _submodules(parts.mlp)
     for spec in [_submodules(mlp.experts), _submodules(mlp.shared_experts)] if hasattr(mlp, "experts") else [mlp]:
         spec.activation_func = activation
