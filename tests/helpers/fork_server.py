@@ -208,7 +208,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     if (device := sys.modules.get("nemo_kto.device.device")) is not None:
         device.on_gpu.cache_clear()  # it depends on the environment
     if (workers := sys.modules.get("nemo_kto.data.tokens.workers")) is not None:
-        workers._START_METHOD = "forkserver"
+        setattr(workers, "_START_METHOD", "forkserver")  # noqa: B010
     searched = [folder for folder in request["env"].get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = ["", *searched, *_INSTALLED]
     importlib.invalidate_caches()
