@@ -47,6 +47,12 @@ def other_process(action: Callable[[Callable[[], None]], None]) -> Iterator[int]
             os.waitpid(pid, 0)
 
 
+def kill(pid: int) -> None:
+    """Kill a child and wait until it has ended: on a busy machine it may send another heartbeat before."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 def holder(file: Path, released: int | None = None) -> Callable[[Callable[[], None]], None]:
     """Holds the lock until it is killed, or until the pipe ``released`` has a byte."""
 
@@ -97,8 +103,7 @@ def test_the_holder_of_a_lock_is_certain_only_while_the_kernel_says_so(tmp_path:
             owner_file(file).write_text(json.dumps({**vars(owner), **other}))
             assert certain_holder(file) is None
         owner_file(file).write_text(json.dumps(vars(owner)))
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kill(pid)
         assert certain_holder(file) is None, "nobody has to wait for a killed process"
     assert taken(file) is None
 
@@ -125,8 +130,7 @@ def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
             time.sleep(60)
 
     with other_process(hold_and_fork) as pid:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        kill(pid)
         assert taken(tmp_path / "lock") is None
 
 
@@ -183,7 +187,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patient:
             patient.setattr(locks, "GONE_SECONDS", 60.0)
             assert (taken(tmp_path / "lock") or "").startswith(f"process {pid} on ")
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
         assert taken(tmp_path / "lock") is None
 
 
@@ -217,11 +221,11 @@ def test_two_writers_of_a_cached_file(
         who = f"process {pid} on {this_process().host}"
         warn = locks.logger.warning
 
-        def kill(*message: Any) -> None:
+        def end_writer(*message: Any) -> None:
             warn(*message)
             os.kill(pid, signal.SIGKILL)
 
-        monkeypatch.setattr(locks.logger, "warning", kill)
+        monkeypatch.setattr(locks.logger, "warning", end_writer)
         with one_writer(tmp_path / "rows.arrow", private=True):
             modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert [text.split(" since ")[0] for text in caplog.messages] == [f"waiting for {who}"]
@@ -236,15 +240,15 @@ def test_a_killed_writer_keeps_the_old_file_and_the_next_one_cleans_up(stage: st
     target.write_text("before")
 
     def write(ready: Callable[[], None]) -> None:
-        def kill(path: Path) -> None:
+        def end(path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         with one_writer(target, private=True), publish_file(target, private=True) as writing:
             ready()
             writing.write_text("half")
             if stage == "while it is written":
-                kill(writing)
-            files.flush = kill
+                end(writing)
+            files.flush = end
 
     with other_process(write) as pid:
         os.waitpid(pid, 0)
