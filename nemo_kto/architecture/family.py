@@ -172,6 +172,8 @@ class Family:
     # the usual name for each, which LoRA's settings use.
     module_names: Mapping[str, str] = field(default_factory=dict)
     refused_by_peft: tuple[str, ...] = ()  # linear layers for which peft loads no adapters; "all" leaves them out
+    # beginnings of parameters of a layer without adapters, because the class of transformers joins weights of the files
+    unadapted: tuple[str, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name
     # Field with the number of tokens that a layer attends to, with the current one, and the type in ``layer_types`` of the
     # layers to which it applies, empty for all layers.

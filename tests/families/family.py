@@ -81,6 +81,7 @@ class OwnCode:
         fields: names in config.json of transformers -> published ones.
         weights: parts of names of weights of transformers -> published ones.
         fused: names of weights of transformers in a layer that are one published tensor, and the name of that.
+        split: part of a name of transformers' fused or joined weights -> those of the published ones, with {} for an expert.
     """
 
     model_type: str
@@ -88,6 +89,7 @@ class OwnCode:
     fields: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[tuple[str, ...], str] = ((), "")
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

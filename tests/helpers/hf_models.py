@@ -61,13 +61,38 @@ def publish(folder: Path, model_type: str) -> None:
     config = {code.fields.get(name, name): value for name, value in json.loads(path.read_text()).items()}
     path.write_text(json.dumps({**config, "model_type": model_type, "architectures": [code.architecture]}))
     joined: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in weights(folder).items():
+    for name, tensor in _separate(weights(folder), code):
         for old, new in code.weights.items():
             name = name.replace(old, new)
         part = next((part for part in parts if part in name), None)
         joined.setdefault(name if part is None else name.replace(part, whole), {})[part or ""] = tensor
     tensors = {name: torch.cat([of[part] for part in parts]) if len(of) > 1 else of[""] for name, of in joined.items()}
     _store(folder, tensors)
+
+
+def _separate(tensors: Mapping[str, torch.Tensor], code: OwnCode) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        if (old := next((old for old in code.split if old in name), None)) is None:
+            yield name, tensor
+            continue
+        for new, part in zip(code.split[old], tensor.chunk(len(code.split[old]), -2), strict=True):
+            for expert, values in enumerate(part if part.dim() == 3 else [part]):
+                yield name.replace(old, new.format(expert)), values
+
+
+def _join(tensors: Mapping[str, torch.Tensor], code: OwnCode) -> dict[str, torch.Tensor]:
+    """Undo :func:`_separate`."""
+    found, parts = dict(tensors), dict[str, list[list[torch.Tensor]]]()
+    for old, names in code.split.items():
+        for new in names:
+            ends = {name.replace(new.format(0), old): name for name in tensors if new.format(0) in name}
+            for whole, first in ends.items():
+                of_experts = [first.replace(new.format(0), new.format(expert)) for expert in range(10 if "{}" in new else 1)]
+                parts.setdefault(whole, []).append([found.pop(name) for name in of_experts if name in found])
+    for whole, pieces in parts.items():
+        is_expert = len(pieces[0]) > 1
+        found[whole] = torch.cat([torch.stack(piece) if is_expert else piece[0] for piece in pieces], -2)
+    return found
 
 
 def _as_transformers(folder: Path, out: Path, code: OwnCode) -> Path:
@@ -90,7 +115,7 @@ def _as_transformers(folder: Path, out: Path, code: OwnCode) -> Path:
         else:
             tensors[name] = tensor
     kind.save_pretrained(out)
-    _store(out, tensors)
+    _store(out, _join(tensors, code))
     return out
 
 

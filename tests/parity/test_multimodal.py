@@ -46,6 +46,7 @@ LAYOUTS = {
             "flat/qwen2.5-vl",
             "qwen2-vl",
             "older/internvl3",
+            "gemma4-12b-vision",
         ),
     ),
     "ep2": (
@@ -61,13 +62,16 @@ LAYOUTS = {
             "internvl3.5-moe",
             "internvl3.5-gpt-oss",
             "gemma4-vision",
+            "minimax-m3",
         ),
     ),
 }
 UNTRAINED = (
     "vision",
     "embed_vision",
+    "embed_audio",
     "multi_modal",
+    "patch_merge",
     "mm_projector",
     "visual",
 )  # of the names that transformers writes, after "model."
@@ -76,7 +80,7 @@ IMAGE = 256  # a token that stands for a part of an image
 
 
 def of_text(name: str) -> bool:
-    return not name.removeprefix("model.").startswith(UNTRAINED)
+    return not name.removeprefix("model.").startswith(UNTRAINED) and ".self_attn.index" not in name
 
 
 def rewritten(folder: Path, name_of: Callable[[str], str], **turned: Any) -> None:
@@ -120,7 +124,7 @@ def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     towers = ("vision_tower", "vision_model", "visual")
     tower = next(module for name, module in model.named_modules() if name.endswith(towers))
     if config.model_type.startswith(
-        ("qwen", "kimi", "glm")
+        ("qwen", "kimi", "glm", "minimax")
     ):  # 16 patches, of Qwen and GLM with two frames, give four tokens
         size = config.vision_config.patch_size
         of_patch = (3, size, size) if config.model_type == "kimi_k25" else (6 * size**2,)

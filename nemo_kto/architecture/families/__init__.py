@@ -20,6 +20,6 @@ WITH_CODE = {kind for family in FAMILIES.values() if family.config_type for kind
 ALIASES |= {
     name: family.config_type
     for name, family in _NAMED.items()
-    if family.config_type and family.mappings == _NAMED[family.config_type].mappings
+    if family.config_type in _NAMED and family.mappings == _NAMED[family.config_type].mappings
 }
 MULTIMODAL = [family for family in _FOUND if family.text_type]  # with image input; an architecture may have several
