@@ -133,8 +133,8 @@ def check_constants(config: PretrainedConfig, constants: Mapping[str, object]) -
 
 def with_required(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the fields of a model whose defaults are in its own code; ValueError if one of them is absent."""
-    given = {**rope_settings(config), **config}
-    if missing := [name for name in names if given.get(name) is None]:
+    given = {key for part in (config.get(name) for name in _ROPES) if isinstance(part, Mapping) for key in part}
+    if missing := [name for name in names if name not in given and config.get(name) is None]:
         raise ValueError(f"{', '.join(missing)} must be given for this model, which transformers does not have; add them")
     return dict(config)
 

@@ -102,7 +102,7 @@ def adaptable(family: Family) -> list[ParamMapping]:
     """Return the adaptable parameters: the matrices of layers, including experts but not routers, and the embedding.
 
     Joined experts are excluded: transformers has them in one parameter with its own name, so peft does not adapt them under
-    the names used here. So are experts without a gate, for which peft has no such names, and what ``Family.unadapted`` names.
+    the names used here. So are experts without a gate, for which peft has no such names, and those in ``Family.unadapted``.
     """
     return [
         mapping

@@ -64,8 +64,9 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
     contents = {}
     # all that transformers may read beside the weights
     about = {CARD, *(file.name for pattern in _LICENSES for file in folder.glob(pattern))}
-    if (folder / CONFIG).is_file() and read_json(folder / CONFIG).get("model_type") in WITH_CODE:
-        about |= {file.name for file in folder.glob("*.py")}
+    with contextlib.suppress(UserError):  # whatever config.json is, it is copied
+        if str(read_json(folder / CONFIG).get("model_type")) in WITH_CODE:
+            about |= {file.name for file in folder.glob("*.py")}
     names = {*_EXPECTED, *about, *_tokenizer_names(folder)}
     for name in sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name)):
         try:
@@ -94,7 +95,7 @@ def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
     ``tied``: the output layer has the weight of the embedding, as the weights show.
     """
     config = read_json(file_inside(source, CONFIG))
-    if config.get("model_type") not in WITH_CODE:
+    if str(config.get("model_type")) not in WITH_CODE:
         config.pop("auto_map", None)
     if not tied and isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
         config["text_config"] = {**text, "tie_word_embeddings": False}  # which transformers obeys in some models

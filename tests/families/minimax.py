@@ -35,7 +35,8 @@ TESTS = FamilyTests(
         "minimax-m3": Model.wrapped(
             "minimax_m3_vl", _FIELDS,
             {
-                "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+                "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "patch_size": 4,
             },
             projector_hidden_size=32, image_token_index=256,
         ),

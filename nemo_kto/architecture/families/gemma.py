@@ -129,7 +129,7 @@ class Gemma4Fields(ModelFields):
 
 
 def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without attention in both directions within an image, which text has none of; by default it is on."""
+    """Return the fields without attention in both directions within an image, which text has none of."""
     of_images = config.get("use_bidirectional_attention", "vision") == "vision"
     return {**config, "use_bidirectional_attention": None} if of_images else dict(config)
 

@@ -6,27 +6,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, OrZero, PartCount, Switch
-from nemo_kto.architecture.families.glm import GLM4_MOE, GlmMoeFields
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, OrZero, PartCount, Positive, Switch
+from nemo_kto.architecture.families.glm import GLM4_MOE
 from nemo_kto.architecture.family import ExpertFields, with_required
 from nemo_kto.architecture.mappings import renamed
 from nemo_kto.mixers.param_mapping import Shape
 
 
-class LingFields(GlmMoeFields):
+class LingFields(ModelFields):
+    use_qk_norm: Switch = ABSENT
     use_qkv_bias: Switch = ABSENT
     use_bias: Literal[False] = ABSENT
     num_experts: PartCount = ABSENT
     num_shared_experts: OrZero | None = None
+    n_group: OrZero | None = None
+    topk_group: OrZero | None = None
+    first_k_dense_replace: OrZero | None = None
+    moe_intermediate_size: Count = ABSENT
+    norm_topk_prob: Switch | None = None
+    routed_scaling_factor: Positive = ABSENT
     moe_shared_expert_intermediate_size: Count | None = None
     score_function: Literal["sigmoid"] = ABSENT
     moe_router_enable_expert_bias: Literal[True] = ABSENT
 
 
 _REQUIRED = (
-    "hidden_size", "intermediate_size", "max_position_embeddings", "moe_intermediate_size", "num_attention_heads",
-    "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps",
-    "rope_theta", "routed_scaling_factor", "use_qk_norm", "vocab_size",
+    "first_k_dense_replace", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
+    "moe_intermediate_size", "n_group", "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+    "num_key_value_heads", "num_shared_experts", "partial_rotary_factor", "rms_norm_eps", "rope_theta",
+    "routed_scaling_factor", "topk_group", "use_qk_norm", "vocab_size",
 )  # fmt: skip
 
 
@@ -39,8 +47,7 @@ def _renewed(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{text}; choose another model")
     if found.get("norm_topk_prob") is False:  # its code does not read it
         raise ValueError("norm_topk_prob must be true for bailing_moe, got false; choose another model")
-    defaults = {"num_shared_experts": 0, "n_group": 1, "topk_group": 1, "use_qkv_bias": False}
-    return defaults | {"norm_topk_prob": True} | found
+    return {"use_qkv_bias": False, "norm_topk_prob": True, **found}
 
 
 def _attention(ours: str, theirs: str, *shape: str) -> dict[str, dict[str, Shape]]:
@@ -71,8 +78,6 @@ LING = replace(
     flags={"qkv_bias": "use_qkv_bias", "qk_norm": "use_qk_norm"},
     module_names={"dense": "o_proj", "word_embeddings": "embed_tokens"},
     own=("score_function", "use_bias", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size"),
-    experts=replace(
-        cast(ExpertFields, GLM4_MOE.experts), number="num_experts", shared_experts="num_shared_experts"
-    ),
+    experts=replace(cast(ExpertFields, GLM4_MOE.experts), number="num_experts", shared_experts="num_shared_experts"),
     renewed=_renewed,
 )

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from nemo_kto.architecture.config_fields import ABSENT, STRICT, Count, Flags, Positive
-from nemo_kto.architecture.families.llama import MINIMAX_M2, MIXTRAL, MiniMaxFields
+from nemo_kto.architecture.config_fields import ABSENT, STRICT, Count, Flags, ModelFields, Positive
+from nemo_kto.architecture.families.llama import MINIMAX_M2, MIXTRAL
 from nemo_kto.architecture.family import ExpertFields, with_required
 from nemo_kto.architecture.mappings import LLAVA, MTP_LAYERS, correction_bias, shared_expert
 from nemo_kto.mixers.softmax_attention import qk_norms
@@ -22,9 +22,10 @@ class SparseAttentionFields(BaseModel):
     sparse_block_size: Count = ABSENT
 
 
-class MiniMaxM3Fields(MiniMaxFields):
+class MiniMaxM3Fields(ModelFields):
     """Fields of config.json; those with one value describe parts that no published model has otherwise."""
 
+    rotary_dim: Count = ABSENT
     dense_intermediate_size: Count = ABSENT
     shared_intermediate_size: Count = ABSENT
     routed_scaling_factor: Positive = ABSENT
@@ -108,7 +109,6 @@ MINIMAX_M3_TEXT = replace(
         scale="routed_scaling_factor",
         sigmoid=True,
         correction=(-1,),
-        router_in_fp32=False,
     ),
     untrained={**_INDEXERS, **MTP_LAYERS},
     renewed=lambda config: _renewed(with_required(config, _REQUIRED)),
@@ -121,6 +121,7 @@ MINIMAX_M3 = replace(
     text_type="minimax_m3_vl_text",
     config_type="",
     aliases=("minimax_m3",),
+    ties_in_either=True,
     renewed=_renewed,
     **{
         **LLAVA,
