@@ -89,6 +89,8 @@ def _small(text: dict[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = max(1, _SIZES["num_attention_heads"] * groups // heads)
     found |= dict.fromkeys({"pad_token_id", "bos_token_id", "eos_token_id"} & set(text))
     found.pop("quantization_config", None)
+    if "num_shared_experts" in text:  # Ling's are as wide as the others
+        found["moe_shared_expert_intermediate_size"] = found["moe_intermediate_size"]
     for name in _OF_LAYERS:
         if isinstance(kinds := text.get(name), list | str) and kinds:  # the first layers with the most kinds
             start = max(range(len(kinds) - LAYERS + 1), key=lambda first: (len(set(kinds[first : first + LAYERS])), -first))
