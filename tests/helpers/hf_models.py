@@ -103,7 +103,7 @@ def _as_transformers(folder: Path, out: Path, code: OwnCode) -> Path:
     kind = AutoConfig.for_model(code.model_type, **{name: config[name] for name in config if name != "model_type"})
     sizes = [kind.num_attention_heads, kind.num_key_value_heads, kind.num_key_value_heads]
     head = getattr(kind, "head_dim", None) or kind.hidden_size // kind.num_attention_heads
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in weights(folder).items():
         for old, new in code.weights.items():
             name = name.replace(new, old)

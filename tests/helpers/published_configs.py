@@ -73,6 +73,8 @@ def small(name: str) -> dict[str, Any]:
     config = published(name)
     wrapped = isinstance(config.get("text_config"), dict)
     text = _small(dict(config["text_config"] if wrapped else config))
+    if config["model_type"] == "gemma4":  # transformers puts it in the place of images
+        text["pad_token_id"] = 0
     whole = {**config, "text_config": text} if wrapped else text
     if "vision_config" in whole:
         whole["vision_config"] = _TOWERS[whole["model_type"]].config().vision_config.to_dict()

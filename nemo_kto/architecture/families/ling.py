@@ -54,7 +54,7 @@ def _attention(ours: str, theirs: str, *shape: str) -> dict[str, dict[str, Shape
     return {f"self_attention.{ours}": {f"attention.{theirs}": shape}}
 
 
-_LAYER = {
+_LAYER: dict[str, dict[str, Shape]] = {
     **_attention("linear_qkv.weight", "query_key_value.weight", "query_key_value", "hidden"),
     **_attention("linear_qkv.bias", "query_key_value.bias", "query_key_value"),
     **_attention("linear_proj.weight", "dense.weight", "hidden", "query"),
