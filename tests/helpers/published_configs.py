@@ -32,7 +32,7 @@ _UNTRAINED = ("vision", "embed_vision", "visual", "multi_modal", "mm_projector")
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 80, "moe_intermediate_size": 32,
     "dense_intermediate_size": 80, "shared_expert_intermediate_size": 48, "shared_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48, "global_head_dim": 32,
     "vocab_size": 259, "head_dim": 16, "num_attention_heads": 8, "num_experts": 8, "n_routed_experts": 8,
     "num_local_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "index_head_dim": 8, "index_n_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
