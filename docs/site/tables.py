@@ -122,6 +122,7 @@ def family_table() -> str:
         notes, modules = ["experts"] if family.experts is not None else [], linear_modules(family)
         notes += [f"trained: text model `{family.text_type}`"] if family.text_type else []
         notes += [f"copied: {', '.join(family.untrained)}"] if family.untrained else []
+        notes += ["code in its folder: copied, never run"] if family.config_type else []
         usual = NEMO_TARGETS["all"]
         if not set(usual).issubset(modules):
             notes.append(f"adapters: {', '.join(f'`{module}`' for module in modules)}")

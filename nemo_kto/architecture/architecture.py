@@ -194,14 +194,15 @@ def read_architecture(
     fields, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    types = CONFIG_MAPPING[family.text_type or family.name].__dataclass_fields__
+    kind = family.config_type or family.name
+    types = CONFIG_MAPPING[family.text_type or kind].__dataclass_fields__
     given = {name: fields[name] for name in fields.keys() - {"architectures", "model_type", "quantization_config"}}
     given = {name: _as_type(value, types[name].type) if name in types else value for name, value in given.items()}
     if family.text_type:
         text = {**given, "model_type": family.text_type}
         given = {"text_config": text, **{name: text[name] for name in text.keys() & {"tie_word_embeddings"}}}
     try:
-        config = AutoConfig.for_model(family.name, **given)
+        config = AutoConfig.for_model(kind, **given)
     except Exception as error:  # for an invalid field transformers may raise any exception
         message = f"{folder / CONFIG} is refused by transformers: {error}"
         raise UserError(f"{message}; correct it or choose another model") from error

@@ -28,13 +28,13 @@ Steps = Annotated[list[Annotated[float, AllowInfNan(), _infinite]], Field(descri
 
 
 # Strict types and finite floats; other fields are ignored.
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True)
 
 
 class RopeFields(BaseModel):
     """Settings of a RoPE in ``rope_parameters``, or in ``rope_scaling`` of older files."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     rope_theta: Positive | None = None
     factor: Positive | None = None
@@ -64,7 +64,7 @@ class LayerRopeFields(RopeFields):
 class ModelFields(BaseModel):
     """Fields that several families have; a family with others has a subclass."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     architectures: list[str] | None = None
     model_type: str = ABSENT

@@ -160,6 +160,8 @@ def _text_model(config: Mapping[str, Any], rows: Sequence[Family]) -> tuple[Fami
         got = "none" if text is None else show(text)
         raise ValueError(f"text_config must be an object with the text model of {rows[0].name}, got {got}; {_REMEDY}")
     types = {kind: row for row in rows for kind in (row.text_type, *row.aliases)}
+    if len(rows) == 1:  # then the type follows from the wrapper
+        text = {"model_type": rows[0].text_type, **text}
     if not isinstance(kind := text.get("model_type"), str) or kind not in types:
         wanted = f"{either([*types])} for {rows[0].hf_architecture}"
         raise ValueError(f"model_type in text_config must be {wanted}, got {show(kind)}; {_REMEDY}")

@@ -131,6 +131,14 @@ def check_constants(config: PretrainedConfig, constants: Mapping[str, object]) -
             raise ValueError(f"{name} must be {shown[0]} for {config.model_type}, got {shown[1]}; choose another model")
 
 
+def with_required(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a model whose defaults are in its own code; ValueError if one of them is absent."""
+    given = {key for part in (config.get(name) for name in _ROPES) if isinstance(part, Mapping) for key in part}
+    if missing := [name for name in names if name not in given and config.get(name) is None]:
+        raise ValueError(f"{', '.join(missing)} must be given for this model, which transformers does not have; add them")
+    return dict(config)
+
+
 def _first_given(config: Mapping[str, Any], *alternatives: tuple[str, ...]) -> set[str]:
     """Return the names of fields up to the first alternative with a value, which makes the next ones superfluous."""
     names = set[str]()
@@ -150,6 +158,9 @@ class Family:
     published: str  # names of published models
     # other values of ``model_type``, or of that of the text model, for the same models, unknown to transformers
     aliases: tuple[str, ...] = ()
+    # ``model_type`` of the configuration of transformers that has the same meaning, for a model whose own class is code in
+    # its folder, which is copied to exports and never run.
+    config_type: str = ""
     mappings: tuple[ParamMapping, ...]
     fields: type[ModelFields] = ModelFields  # fields of the configuration file with their types and constraints
     # Flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it, or a constant.
@@ -161,6 +172,8 @@ class Family:
     # the usual name for each, which LoRA's settings use.
     module_names: Mapping[str, str] = field(default_factory=dict)
     refused_by_peft: tuple[str, ...] = ()  # linear layers for which peft loads no adapters; "all" leaves them out
+    # beginnings of parameters of a layer without adapters, because the class of transformers joins weights of the files
+    unadapted: tuple[str, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name
     # Field with the number of tokens that a layer attends to, with the current one, and the type in ``layer_types`` of the
     # layers to which it applies, empty for all layers.

@@ -10,7 +10,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.mixers import GatedDeltaNet, LatentAttention, Mamba2, ShortConvolution, SoftmaxAttention
-from nemo_kto.mixers.param_mapping import Layers, ParamMapping, Shape, Split
+from nemo_kto.mixers.param_mapping import MCORE, Layers, ParamMapping, Shape, Split
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
@@ -102,13 +102,16 @@ def adaptable(family: Family) -> list[ParamMapping]:
     """Return the adaptable parameters: the matrices of layers, including experts but not routers, and the embedding.
 
     Joined experts are excluded: transformers has them in one parameter with its own name, so peft does not adapt them under
-    the names used here. So are experts without a gate, for which peft has no such names.
+    the names used here. So are experts without a gate, for which peft has no such names, and those in ``Family.unadapted``.
     """
     return [
         mapping
         for mapping in family.mappings
-        if (".linear_" in mapping.mcore_name and not mapping.joins_experts and (family.gated_mlp or not mapping.of_expert))
-        or mapping.mcore_name.startswith("embedding.")
+        if (
+            (".linear_" in mapping.mcore_name and not mapping.joins_experts and (family.gated_mlp or not mapping.of_expert))
+            or mapping.mcore_name.startswith("embedding.")
+        )
+        and not mapping.mcore_name.startswith(tuple(MCORE + start for start in family.unadapted))
     ]
 
 

@@ -278,7 +278,8 @@ def export(
             whole = _as_stored(stream, weights, architecture, getattr(torch, dtype))
         write_shards(whole, folder, max_shard_bytes=max_shard_bytes)
         config = with_dtype(model_config(source, tied=architecture.tied), dtype)
-        config["model_type"] = architecture.family.name  # not an alias, which transformers does not know
+        if not architecture.family.config_type:
+            config["model_type"] = architecture.family.name  # not an alias, which transformers does not know
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companions(source, folder)
         describe(folder)

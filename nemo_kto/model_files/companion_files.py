@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nemo_kto.architecture.config_fields import QUANTIZATION_FIELDS, quantization_settings
 from nemo_kto.architecture.config_file import CONFIG, read_config
-from nemo_kto.architecture.families import ALIASES
+from nemo_kto.architecture.families import ALIASES, WITH_CODE
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
 from nemo_kto.model_files.model_folders import tokenizer_files
@@ -53,16 +53,20 @@ _OFF: tuple[object, ...] = (None, False, 0, 1, "", [], {})
 def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
     """Read the small files of a model: path below ``folder`` -> content.
 
-    They are the configuration, the tokenizer's files, the chat templates, the license and the model card.
+    They are the configuration, the tokenizer's files, the chat templates, the license and the model card; for a model that
+    transformers does not have, its code too.
 
     A file that cannot be copied (not regular, not readable, larger than 256 MiB, or a broken link) is left out, with a
     warning that names it and the destination, ``into``: transformers, which has read the tokenizer, did not need it.
-    Raises UserError if a file other than the license and the model card is a link that leads out of the folder; these two
+    Raises UserError if a file other than the license, the model card and code is a link that leads out of the folder; these
     are left out as well.
     """
     contents = {}
     # all that transformers may read beside the weights
     about = {CARD, *(file.name for pattern in _LICENSES for file in folder.glob(pattern))}
+    with contextlib.suppress(UserError):  # whatever config.json is, it is copied
+        if str(read_json(folder / CONFIG).get("model_type")) in WITH_CODE:
+            about |= {file.name for file in folder.glob("*.py")}
     names = {*_EXPECTED, *about, *_tokenizer_names(folder)}
     for name in sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name)):
         try:
@@ -86,12 +90,13 @@ def _tokenizer_names(folder: Path) -> set[str]:
 
 
 def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
-    """Return the content of config.json, without names of code, which is not copied.
+    """Return the content of config.json, without names of code if transformers has the class itself: it is not copied.
 
     ``tied``: the output layer has the weight of the embedding, as the weights show.
     """
     config = read_json(file_inside(source, CONFIG))
-    config.pop("auto_map", None)
+    if str(config.get("model_type")) not in WITH_CODE:
+        config.pop("auto_map", None)
     if not tied and isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
         config["text_config"] = {**text, "tie_word_embeddings": False}  # which transformers obeys in some models
     if not tied:

@@ -72,6 +72,27 @@ def adapters_of_all(architecture: str) -> LoRASettings:
 
 
 @dataclass(frozen=True)
+class OwnCode:
+    """Names of a published model whose class is code in its folder, and is the same function as one of transformers.
+
+    Attributes:
+        model_type: transformers' name of the configuration of its class.
+        architecture: name of the published class.
+        fields: names in config.json of transformers -> published ones.
+        weights: parts of names of weights of transformers -> published ones.
+        fused: names of weights of transformers in a layer that are one published tensor, and the name of that.
+        split: part of a name of transformers' fused or joined weights -> those of the published ones, with {} for an expert.
+    """
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
+    fused: tuple[tuple[str, ...], str] = ((), "")
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Model:
     """A tiny model that is compared with transformers.
 
@@ -85,6 +106,7 @@ class Model:
         adapted_experts: number of adapters of single experts.
         mtp_layers: names of weights of layers for further tokens (MTP), which are copied.
         correction_bias_in: module of a layer with the correction bias of its router.
+        own_code: names in its files, for a model type that transformers does not have.
     """
 
     model_type: str
@@ -96,6 +118,7 @@ class Model:
     adapted_experts: int = 0
     mtp_layers: tuple[str, ...] = ()
     correction_bias_in: str = ""
+    own_code: OwnCode | None = None
 
     @classmethod
     def wrapped(cls, model_type: str, text: Fields, vision: Fields, **more: Any) -> Self:
@@ -107,7 +130,8 @@ class Model:
         """transformers' configuration."""
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(self.model_type, **({} if self.kind == "images" else SIZES) | self.fields)
+        kind = self.model_type if self.own_code is None else self.own_code.model_type
+        return AutoConfig.for_model(kind, **({} if self.kind == "images" else SIZES) | self.fields)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,15 @@ TESTS = FamilyTests(
             "gemma4_text", {**GEMMA4, **NO_TOKENS, **EXPERTS4, "num_global_key_value_heads": 2}, "mixture", quick=True,
             lora=adapters("all"),
         ),
+        "gemma4-12b": Model("gemma4_unified_text", {**GEMMA4, **NO_TOKENS}, quick=True, lora=adapters("all")),
+        "gemma4-12b-vision": Model.wrapped(
+            "gemma4_unified", {
+                **GEMMA4, "head_dim": 8, "num_hidden_layers": 2, "layer_types": GEMMA4["layer_types"][:2],
+                "use_bidirectional_attention": "vision", "pad_token_id": 254,
+            },
+            {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
+            image_token_id=256, audio_config={"audio_embed_dim": 16},
+        ),
         "gemma4-vision": Model.wrapped(
             "gemma4", {
                 **GEMMA4, **EXPERTS4, "head_dim": 8, "num_hidden_layers": 2, "layer_types": GEMMA4["layer_types"][:2],

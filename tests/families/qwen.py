@@ -15,6 +15,7 @@ from tests.families.family import (
     FamilyTests,
     KTOStep,
     Model,
+    OwnCode,
     SharedPrompts,
     adapters,
     adapters_of_all,
@@ -66,6 +67,10 @@ TESTS = FamilyTests(
                 "rope_parameters": rope(1e5), "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5,
                 "max_window_layers": 2,
             }, quick=True,
+        ),
+        "mimo-7b": Model(
+            "mimo", {"rope_parameters": rope(1e5)}, quick=True, own_code=OwnCode("qwen2", "MiMoForCausalLM"),
+            mtp_layers=("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.1.self_attn.q_proj.bias"),
         ),
         "qwen3.5-text": Model(
             "qwen3_5_text", {

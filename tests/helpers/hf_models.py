@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
@@ -21,8 +23,9 @@ from transformers import (
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings, hf_module
 from tests.families import MODELS
-from tests.families.family import SEQUENCE, SIZES
+from tests.families.family import SEQUENCE, SIZES, OwnCode
 
+OWN_CODE = {model.model_type: model.own_code for model in MODELS.values() if model.own_code is not None}
 UNTRAINED = "correction_bias", ".indexer."  # in names of weights that have no gradient
 
 
@@ -31,6 +34,7 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
     set_seed(len(name))
     config = MODELS[name].config()
     save_model(auto_class(config.to_dict()).from_config(config, dtype=torch.float32), folder, dtype, max_shard_size)
+    publish(folder, MODELS[name].model_type)
     if folder.name.endswith("own-output"):
         edit_config(folder, tie_word_embeddings=True)
 
@@ -46,6 +50,80 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype = torch.float32, max
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
+
+
+def publish(folder: Path, model_type: str) -> None:
+    """Rename fields and weights that transformers has written, for a model that is published with code of its own."""
+    if (code := OWN_CODE.get(model_type)) is None:
+        return
+    parts, whole = code.fused
+    path = folder / "config.json"
+    config = {code.fields.get(name, name): value for name, value in json.loads(path.read_text()).items()}
+    path.write_text(json.dumps({**config, "model_type": model_type, "architectures": [code.architecture]}))
+    joined: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in _separate(weights(folder), code):
+        for old, new in code.weights.items():
+            name = name.replace(old, new)
+        part = next((part for part in parts if part in name), None)
+        joined.setdefault(name if part is None else name.replace(part, whole), {})[part or ""] = tensor
+    tensors = {name: torch.cat([of[part] for part in parts]) if len(of) > 1 else of[""] for name, of in joined.items()}
+    _store(folder, tensors)
+
+
+def _separate(tensors: Mapping[str, torch.Tensor], code: OwnCode) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        if (old := next((old for old in code.split if old in name), None)) is None:
+            yield name, tensor
+            continue
+        for new, part in zip(code.split[old], tensor.chunk(len(code.split[old]), -2), strict=True):
+            for expert, values in enumerate(part if part.dim() == 3 else [part]):
+                yield name.replace(old, new.format(expert)), values
+
+
+def _join(tensors: Mapping[str, torch.Tensor], code: OwnCode) -> dict[str, torch.Tensor]:
+    """Undo :func:`_separate`."""
+    found, parts = dict(tensors), dict[str, list[list[torch.Tensor]]]()
+    for old, names in code.split.items():
+        for new in names:
+            ends = {name.replace(new.format(0), old): name for name in tensors if new.format(0) in name}
+            for whole, first in ends.items():
+                of_experts = [first.replace(new.format(0), new.format(expert)) for expert in range(10 if "{}" in new else 1)]
+                parts.setdefault(whole, []).append([found.pop(name) for name in of_experts if name in found])
+    for whole, pieces in parts.items():
+        is_expert = len(pieces[0]) > 1
+        found[whole] = torch.cat([torch.stack(piece) if is_expert else piece[0] for piece in pieces], -2)
+    return found
+
+
+def _as_transformers(folder: Path, out: Path, code: OwnCode) -> Path:
+    """Undo :func:`publish`, in another folder."""
+    parts, whole = code.fused
+    config, back = json.loads((folder / "config.json").read_text()), {new: old for old, new in code.fields.items()}
+    config = {back.get(name, name): value for name, value in config.items() if name != "auto_map"}
+    kind = AutoConfig.for_model(code.model_type, **{name: config[name] for name in config if name != "model_type"})
+    sizes = [kind.num_attention_heads, kind.num_key_value_heads, kind.num_key_value_heads]
+    head = getattr(kind, "head_dim", None) or kind.hidden_size // kind.num_attention_heads
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in weights(folder).items():
+        for old, new in code.weights.items():
+            name = name.replace(new, old)
+        if whole and whole in name:
+            tensors |= {
+                name.replace(whole, part): rows.clone()
+                for part, rows in zip(parts, tensor.split([size * head for size in sizes]), strict=True)
+            }
+        else:
+            tensors[name] = tensor
+    kind.save_pretrained(out)
+    _store(out, _join(tensors, code))
+    return out
+
+
+def _store(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """In the place of the folder's tensors, in a single file."""
+    for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        file.unlink(missing_ok=True)
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 class LazyFolders(dict[str, Path]):
@@ -199,6 +277,9 @@ def auto_class(config: Mapping[str, Any]) -> Any:
 def load(folder: Path) -> Any:
     """The model of transformers in fp32. Its sdpa has no soft cap, and transformers 5.17 takes it for gemma2 anyway."""
     config = json.loads((folder / "config.json").read_text())
+    if (code := OWN_CODE.get(config["model_type"])) is not None:
+        with TemporaryDirectory() as plain:
+            return load(_as_transformers(folder, Path(plain), code))
     kernel = "eager" if config.get("attn_logit_softcapping") is not None else None
     return auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=kernel)
 
@@ -214,6 +295,7 @@ def gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     model = load(folder)
     (model(tokens()).logits * cotangent()).sum().backward()
     save_gradients(model, out)
+    publish(out, json.loads((folder / "config.json").read_text())["model_type"])
     return weights(out)
 
 
@@ -236,6 +318,9 @@ def assert_logits(results: Iterable[Any], expected: torch.Tensor, *, name: str =
 def load_complete(folder: Path) -> Any:
     """The model of transformers of the class that config.json names, whose weights are exactly those of the folder."""
     config = json.loads((folder / "config.json").read_text())
+    if (code := OWN_CODE.get(config["model_type"])) is not None:
+        assert config["architectures"] == [code.architecture]
+        return load(folder)
     model, report = auto_class(config).from_pretrained(folder, output_loading_info=True)
     assert type(model).__name__ == config["architectures"][0]
     assert not report["missing_keys"]

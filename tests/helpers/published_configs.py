@@ -1,5 +1,7 @@
 """config.json of published models, word by word (tests/data/published_configs), and small models of the same fields.
 
+That of Ling has the fields of its architecture only, MiniMax-M3-VL those of a quantized file without quantization_config.
+
 ``python -m tests.helpers.published_configs`` writes the numbers of parameters of transformers' models again.
 """
 
@@ -19,7 +21,7 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.families import ALIASES
 from nemo_kto.errors import UserError
 from tests.families import IMAGES
-from tests.helpers.hf_models import auto_class
+from tests.helpers.hf_models import OWN_CODE, auto_class
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "published_configs"
 COUNTS = FOLDER.parent / "published_parameters.json"
@@ -29,7 +31,8 @@ _UNTRAINED = ("vision", "embed_vision", "visual", "multi_modal", "mm_projector")
 # Of small models, for the fields that a file has; zeros stay.
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 80, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48, "shared_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
+    "dense_intermediate_size": 80, "shared_expert_intermediate_size": 48, "shared_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48, "global_head_dim": 32,
     "vocab_size": 259, "head_dim": 16, "num_attention_heads": 8, "num_experts": 8, "n_routed_experts": 8,
     "num_local_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "index_head_dim": 8, "index_n_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
@@ -40,7 +43,9 @@ _SIZES = {
 _AT_MOST = {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "floor_scale": 6}
 # ``model_type`` -> a tiny model with a vision tower of the same kind
 _TOWERS = {model.model_type: model for model in IMAGES.values()}
-_OF_LAYERS = ("layer_types", "no_rope_layers", "hybrid_override_pattern", "mlp_layer_types", "indexer_types")
+_OF_LAYERS = (
+    "layer_types", "no_rope_layers", "hybrid_override_pattern", "mlp_layer_types", "indexer_types", "moe_layer_freq",
+)  # fmt: skip
 
 
 def published(name: str) -> dict[str, Any]:
@@ -68,10 +73,14 @@ def small(name: str) -> dict[str, Any]:
     config = published(name)
     wrapped = isinstance(config.get("text_config"), dict)
     text = _small(dict(config["text_config"] if wrapped else config))
+    if config["model_type"] == "gemma4":  # transformers puts it in the place of images
+        text["pad_token_id"] = 0
     whole = {**config, "text_config": text} if wrapped else text
     if "vision_config" in whole:
         whole["vision_config"] = _TOWERS[whole["model_type"]].config().vision_config.to_dict()
-        whole |= {name: 32 for name in ("projection_hidden_size", "vt_hidden_size") if name in config}
+        whole |= {
+            name: 32 for name in ("projection_hidden_size", "projector_hidden_size", "vt_hidden_size") if name in config
+        }
     return {name: value for name, value in whole.items() if name != "quantization_config"}
 
 
@@ -82,10 +91,16 @@ def _small(text: dict[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = max(1, _SIZES["num_attention_heads"] * groups // heads)
     found |= dict.fromkeys({"pad_token_id", "bos_token_id", "eos_token_id"} & set(text))
     found.pop("quantization_config", None)
+    if "num_shared_experts" in text:  # Ling's are as wide as the others
+        found["moe_shared_expert_intermediate_size"] = found["moe_intermediate_size"]
     for name in _OF_LAYERS:
-        if kinds := text.get(name):  # the first layers with the most kinds
+        if isinstance(kinds := text.get(name), list | str) and kinds:  # the first layers with the most kinds
             start = max(range(len(kinds) - LAYERS + 1), key=lambda first: (len(set(kinds[first : first + LAYERS])), -first))
             found[name] = kinds[start : start + LAYERS]
+    if isinstance(sparse := text.get("sparse_attention_config"), dict):
+        found["sparse_attention_config"] = {
+            name: each[:LAYERS] if isinstance(each, list) else each for name, each in sparse.items()
+        }
     if "moe_layers" in text:
         found["moe_layers"] = [layer for layer in text["moe_layers"] if layer < LAYERS]
     for name in ("rope_scaling", "rope_parameters"):
@@ -103,8 +118,10 @@ def text_model(config: Mapping[str, Any], device: str = "meta") -> Any:
     text = config.get("text_config", config)
     if "attn_temperature_tuning" in text:
         config = {**config, "text_config": {**text, "attn_temperature_tuning": bool(text["attn_temperature_tuning"])}}
-    kind = ALIASES.get(config["model_type"], config["model_type"])
-    own = {name: value for name, value in config.items() if name != "model_type"}
+    kind, names = ALIASES.get(config["model_type"], config["model_type"]), dict[str, str]()
+    if (code := OWN_CODE.get(config["model_type"])) is not None:
+        kind, names = code.model_type, {new: old for old, new in code.fields.items()}
+    own = {names.get(name, name): value for name, value in config.items() if name != "model_type"}
     with torch.device(device):
         return auto_class(config).from_config(AutoConfig.for_model(kind, **own), attn_implementation="eager")
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.families import ALIASES
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
@@ -116,7 +117,9 @@ def test_a_correction_bias_is_exported_as_it_is_stored(ranks: Any, tmp_path: Pat
     expected, layout = {}, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)
     for name, block in CORRECTED.items():
         hf_models.write_model(name, folder := tmp_path / name, max_shard_size="1GB")
-        biases = [f"model.layers.{layer}.{block}.e_score_correction_bias" for layer in (1, 2)]
+        known = {name.rpartition(".")[2]: name for name in weights(folder) if name.startswith(f"model.layers.1.{block}.")}
+        (end,) = known.keys() & {"e_score_correction_bias", "expert_bias"}
+        biases = [f"model.layers.{layer}.{block}.{end}" for layer in (1, 2)]
         stored = {bias: weights(folder)[bias].to(dtype) for bias, dtype in zip(biases, DTYPES, strict=True)}
         rewrite(folder, **stored)
         expected[name] = {bias: values.view(torch.uint8) for bias, values in stored.items()}
@@ -242,3 +245,26 @@ def test_code_beside_a_model_is_not_used(ranks: Any, tmp_path: Path) -> None:
     assert (exported["model_type"], exported["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
     assert "auto_map" not in exported
     assert torch.equal(hf_models.transformers_logits(tmp_path / "out" / "kimi"), expected)
+
+
+def test_code_of_models_that_transformers_lacks_is_copied_and_not_used(ranks: Any, tmp_path: Path) -> None:
+    """With the names of config.json, so that servers find the class; an import would leave a file."""
+    names = [name for name, model in MODELS.items() if model.own_code is not None]
+    for name in names:
+        hf_models.write_model(name, folder := tmp_path / name)
+        (folder / "modeling.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+        (folder / "outside.py").symlink_to(tmp_path / "elsewhere.py")
+        code = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
+        hf_models.edit_config(folder, auto_map=code, tokenizer_class=["Qwen2Tokenizer"])  # a list, as MiMo is published
+        (tmp_path / "elsewhere.py").touch()
+        out = tmp_path / f"{name}-out"
+        assert ranks.run(1, hf_jobs.export_only, Layout(), folder, out) == [""]
+        before, after = (json.loads((path / "config.json").read_text()) for path in (folder, out))
+        assert {**before, "torch_dtype": "float32"} == {**after, "torch_dtype": "float32"}
+        assert (out / "modeling.py").read_bytes() == (folder / "modeling.py").read_bytes()
+        assert not (out / "outside.py").exists()
+    (loadable,) = (name for name in names if MODELS[name].model_type in ALIASES)  # with the weights of another family
+    expected = hf_models.transformers_logits(tmp_path / loadable)
+    chat = ChatModel(label="out", folder=tmp_path / f"{loadable}-out", dtype=torch.float32)
+    assert torch.equal(chat._model(hf_models.tokens()).logits, expected)
+    assert not (tmp_path / "imported").exists()

@@ -46,6 +46,7 @@ LAYOUTS = {
             "flat/qwen2.5-vl",
             "qwen2-vl",
             "older/internvl3",
+            "gemma4-12b-vision",
         ),
     ),
     "ep2": (
@@ -61,13 +62,16 @@ LAYOUTS = {
             "internvl3.5-moe",
             "internvl3.5-gpt-oss",
             "gemma4-vision",
+            "minimax-m3",
         ),
     ),
 }
 UNTRAINED = (
     "vision",
     "embed_vision",
+    "embed_audio",
     "multi_modal",
+    "patch_merge",
     "mm_projector",
     "visual",
 )  # of the names that transformers writes, after "model."
@@ -76,7 +80,7 @@ IMAGE = 256  # a token that stands for a part of an image
 
 
 def of_text(name: str) -> bool:
-    return not name.removeprefix("model.").startswith(UNTRAINED)
+    return not name.removeprefix("model.").startswith(UNTRAINED) and ".self_attn.index" not in name
 
 
 def rewritten(folder: Path, name_of: Callable[[str], str], **turned: Any) -> None:
@@ -117,10 +121,10 @@ def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of the vision tower of transformers for two images, and logits of a text with these images."""
     draw, config, tokens = torch.Generator().manual_seed(8), model.config, hf_models.tokens(1) % IMAGE
     config.update({"image_token_id": IMAGE, "image_token_index": IMAGE})
-    towers = ("vision_tower", "vision_model", "visual")
+    towers = ("vision_tower", "vision_model", "visual", *["embed_vision"] * (config.model_type == "gemma4_unified"))
     tower = next(module for name, module in model.named_modules() if name.endswith(towers))
     if config.model_type.startswith(
-        ("qwen", "kimi", "glm")
+        ("qwen", "kimi", "glm", "minimax")
     ):  # 16 patches, of Qwen and GLM with two frames, give four tokens
         size = config.vision_config.patch_size
         of_patch = (3, size, size) if config.model_type == "kimi_k25" else (6 * size**2,)
@@ -129,9 +133,11 @@ def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens[:, 2:6] = tokens[:, 9:13] = IMAGE
         if "mm_token_type_ids" in signature(model.forward).parameters:
             images["mm_token_type_ids"] = (tokens == IMAGE).long()
-    elif config.model_type == "gemma4":  # 16 patches with their places give four tokens
-        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1)
-        images = {"pixel_values": torch.rand(2, 16, 3 * config.vision_config.patch_size**2, generator=draw)}
+    elif config.model_type.startswith("gemma4"):  # 16 patches with their places, or 4 larger ones, give four tokens
+        wide, vision = config.model_type == "gemma4_unified", config.vision_config
+        side, size = (2, vision.model_patch_size) if wide else (4, vision.patch_size)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(2, -1, -1)
+        images = {"pixel_values": torch.rand(2, side**2, 3 * size**2, generator=draw)}
         tokens[:, 2:6] = tokens[:, 9:13] = IMAGE
         images |= {"image_position_ids": places, "mm_token_type_ids": (tokens == IMAGE).long()}
     else:

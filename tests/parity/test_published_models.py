@@ -28,7 +28,7 @@ OTHERS = {
 # fields in forms that no model of tests/families has: names of other versions, lists for each layer, several ropes
 QUICK = {
     "Qwen--Qwen3.5-397B-A17B", "deepseek-ai--DeepSeek-V3", "google--gemma-3-4b-it", "moonshotai--Kimi-K2.5",
-    "meta-llama--Llama-4-Scout-17B-16E-Instruct", "mistralai--Devstral-2-123B-Instruct-2512",
+    "MiniMaxAI--MiniMax-M3-VL", "meta-llama--Llama-4-Scout-17B-16E-Instruct", "mistralai--Devstral-2-123B-Instruct-2512",
     "nvidia--Nemotron-H-56B-Base-8K", "openai--gpt-oss-20b",
 }  # fmt: skip
 TP2 = Layout(tensor=2, sequence_parallel=True)
@@ -48,6 +48,7 @@ def test_logits_exports_and_gradients(world_size: int, layout: Layout, names: li
         set_seed(len(name))
         model = text_model(small(name), "cpu").float()
         hf_models.save_model(model, folder)
+        hf_models.publish(folder, small(name)["model_type"])
         store(folder, hf_models.weights(folder))
         with torch.no_grad():
             expected[name] = model.eval()(hf_models.tokens()).logits
@@ -55,6 +56,7 @@ def test_logits_exports_and_gradients(world_size: int, layout: Layout, names: li
             of_text[name] = tmp_path / "expected" / name
             (model(hf_models.tokens()).logits * hf_models.cotangent()).sum().backward()
             hf_models.save_gradients(model, of_text[name])
+            hf_models.publish(of_text[name], small(name)["model_type"])
         write(small(name), folder)
     results = ranks.run(world_size, hf_jobs.check_models, layout, folders, tmp_path / "out")
     for name, logits in expected.items():

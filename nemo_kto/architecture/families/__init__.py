@@ -7,11 +7,20 @@ import pkgutil
 
 from nemo_kto.architecture.family import ExpertFields, Family
 
-__all__ = ["ALIASES", "FAMILIES", "MULTIMODAL", "ExpertFields", "Family"]
+__all__ = ["ALIASES", "FAMILIES", "MULTIMODAL", "WITH_CODE", "ExpertFields", "Family"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 _ROWS = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
 _FOUND = sorted({family.hf_architecture + family.text_type: family for family in _ROWS}.values(), key=lambda row: row.name)
 FAMILIES = {family.hf_architecture: family for family in _FOUND if not family.text_type}
-ALIASES = {alias: family.name for family in FAMILIES.values() for alias in family.aliases}  # unknown to transformers
+# unknown to transformers
+ALIASES = {alias: family.name for family in FAMILIES.values() for alias in family.aliases if not family.config_type}
+_NAMED = {family.name: family for family in FAMILIES.values()}
+# models whose class is code in their folders; transformers has those with the weights of another family under its own name
+WITH_CODE = {kind for family in FAMILIES.values() if family.config_type for kind in (family.name, *family.aliases)}
+ALIASES |= {
+    name: family.config_type
+    for name, family in _NAMED.items()
+    if family.config_type in _NAMED and family.mappings == _NAMED[family.config_type].mappings
+}
 MULTIMODAL = [family for family in _FOUND if family.text_type]  # with image input; an architecture may have several

@@ -128,10 +128,15 @@ class Gemma4Fields(ModelFields):
     moe_intermediate_size: Count | None = None
 
 
+def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields without attention in both directions within an image, which text has none of."""
+    of_images = config.get("use_bidirectional_attention", "vision") == "vision"
+    return {**config, "use_bidirectional_attention": None} if of_images else dict(config)
+
+
 def _renewed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without experts that are not used, and without attention in both directions within an image."""
-    of_images = config.get("use_bidirectional_attention") == "vision"  # which text has none of
-    config = {**config, "use_bidirectional_attention": None} if of_images else dict(config)
+    """Return the fields of text without experts that are not used."""
+    config = _of_text(config)
     if not config.get("enable_moe_block"):
         return {**config, _EXPERTS.number: 0}
     if missing := sorted(name for name in (_EXPERTS.number, *_EXPERTS.names) if config.get(name) is None):
@@ -183,4 +188,25 @@ GEMMA4_VISION = replace(
     prefixes={"model.": ("model.language_model.",)},
     module_prefix="model.language_model.",
     untrained={"vision tower": r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\."},
+)
+# the same without experts, and without towers: images and sounds are only projected
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="gemma4_unified_text",
+    hf_architecture="Gemma4UnifiedForCausalLM",
+    published="Gemma 4 12B without image input",
+    mappings=tuple(each for each in GEMMA4.mappings if each.layers != Layers.SPARSE),
+    experts=None,
+    own=tuple(name for name in GEMMA4.own if name != "enable_moe_block"),
+    renewed=_of_text,
+)
+GEMMA4_UNIFIED_VISION = replace(
+    GEMMA4_UNIFIED,
+    name="gemma4_unified",
+    hf_architecture="Gemma4UnifiedForConditionalGeneration",
+    published="Gemma 4 12B",
+    text_type=GEMMA4_UNIFIED.name,
+    prefixes=GEMMA4_VISION.prefixes,
+    module_prefix=GEMMA4_VISION.module_prefix,
+    untrained={"projections of images and sounds": r"model\.(vision_embedder|embed_vision|embed_audio)\."},
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount, Switch
-from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family, with_required
 from nemo_kto.architecture.mappings import (
     DENSE,
     INTERNVL,
@@ -68,6 +69,16 @@ QWEN2 = Family(
     window=SLIDING_LAYERS,
     window_switch="use_sliding_window",
     layer_pattern="max_window_layers",
+)
+_GIVEN = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+MIMO = replace(
+    QWEN2,
+    name="mimo",
+    hf_architecture="MiMoForCausalLM",
+    published="MiMo-7B",
+    config_type=QWEN2.name,
+    untrained=MTP_LAYERS,
+    renewed=partial(with_required, names=(*_GIVEN, "max_position_embeddings", "rms_norm_eps", "rope_theta", "vocab_size")),
 )
 # Qwen 1.5 and 2 with narrow experts and a shared expert
 QWEN2_MOE = Family(

@@ -118,7 +118,8 @@ def _read(folder: Path) -> Any:
     if without_class(folder) is not None:
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     given = transformers_fields(folder)[0]
-    fields = {name: given[name] for name in ("model_type", "model_name", "tokenizer_class") if name in given}
+    names = ("model_type", "model_name", "tokenizer_class")
+    fields = {name: given[name] for name in names if isinstance(given.get(name), str)}
     try:
         config = AutoConfig.for_model(**fields)
     except (TypeError, ValueError):  # no type, or one that transformers does not know

@@ -27,6 +27,7 @@ from nemo_kto.mixers.param_mapping import Layers
 from nemo_kto.model_files.tokenizer_files import image_ids
 from nemo_kto.tools.plan import plan_command as plan
 from tests.families import IMAGES
+from tests.helpers.hf_models import OWN_CODE
 from tests.helpers.messages import raises
 from tests.helpers.published_configs import COUNTS, NAMES, count, counts, published, write
 
@@ -35,7 +36,6 @@ MODELOPT, LATENT = ("NVIDIA ModelOpt", "unquantized"), ("moe_latent_size", "null
 REFUSED = {
     "*--DeepSeek-V4-*": ("'DeepseekV4ForCausalLM'", "not supported", "indexer", "hyper-connections", "choose"),
     "*--Kimi-K3": ("'KimiK3ForConditionalGeneration'", "not supported", "linear attention", "projection", "choose"),
-    "*--MiniMax-M3": ("'MiniMaxM3ForCausalLM'", "not supported", "blocks of keys", "choose"),
     "*--MiMo-V2-Flash": ("'MiMoV2FlashForCausalLM'", "not supported", "heads differ", "choose"),
     "*--Step-3.7-Flash*": ("'Step3p7FlashForCausalLM'", "not supported", "choose"),
     "*--Llama-3_3-Nemotron-Super-49B-v1": ("'DeciLMForCausalLM'", "not supported", "different widths", "choose"),
@@ -109,7 +109,7 @@ PHIMOE = {
         pytest.param(PHIMOE, ("'PhimoeForCausalLM'", "experts at random", "bias of the output", "choose"), id="phimoe"),
         *(
             pytest.param({"architectures": [name], "model_type": "x"}, (f"'{name}'", "not supported", "choose"), id=name)
-            for name in ("MiMoForCausalLM", "BailingMoeV2ForCausalLM")
+            for name in ("BailingMoeV2_5ForCausalLM", "InternVLChatModel")
         ),
     ],
 )
@@ -248,7 +248,9 @@ def bases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield from ((name, published(name)) for name in counts())
     for family in (*FAMILIES.values(), *MULTIMODAL):
         text = {"text_config": {"model_type": family.text_type}} if family.text_type else {}
-        config = json.loads(AutoConfig.for_model(family.name, **text).to_json_string(use_diff=False))
+        kind, code = family.config_type or family.name, OWN_CODE.get(family.name)
+        config = json.loads(AutoConfig.for_model(kind, **text).to_json_string(use_diff=False)) | {"model_type": family.name}
+        config = config if code is None else {code.fields.get(name, name): value for name, value in config.items()}
         yield family.hf_architecture + family.text_type, {**config, "architectures": [family.hf_architecture]}
 
 
@@ -310,6 +312,7 @@ def test_mutants_are_read_or_refused(tmp_path: Path) -> None:
 
 
 QK_HEAD_DIMS: tuple[Any, ...] = (None, [1], {}, 0.0, -1)
+LING, M3 = "inclusionAI--Ling-mini-2.0", "MiniMaxAI--MiniMax-M3-VL"
 DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, {"short_factor": [1.0], "long_factor": [1.0]}
 
 
@@ -319,6 +322,16 @@ DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, {"short_factor": [1
         *((DEEPSEEK, {"qk_head_dim": value}, None) for value in QK_HEAD_DIMS),
         *(("moonshotai--Kimi-K2.5", {"model_type": value}, ("model_type", "text_config")) for value in ([1], {"a": 1})),
         ("Qwen--Qwen3-0.6B", {"rope_theta": BIG}, ("rope_theta", "at most", str(BIG))),
+        ("XiaomiMiMo--MiMo-7B-Base", {"rope_theta": None}, ("rope_theta must be given", "add")),
+        ("XiaomiMiMo--MiMo-7B-Base", {"rope_theta": None, "rope_parameters": {"rope_theta": 1e5}}, None),
+        (LING, {"partial_rotary_factor": None, "n_group": None}, ("n_group, partial_rotary_factor must be given", "add")),
+        (LING, {"norm_topk_prob": False}, ("norm_topk_prob must be true", "got false", "choose")),
+        (LING, {"score_function": "softmax"}, ("score_function", "sigmoid", "softmax", "correct")),
+        (LING, {"use_bias": True}, ("use_bias", "True", "correct")),
+        (LING, {"moe_shared_expert_intermediate_size": 1024}, ("moe_shared_expert_intermediate_size", "512", "got 1024")),
+        (M3, {"use_gemma_norm": False}, ("use_gemma_norm", "False", "correct")),
+        (M3, {"sparse_attention_config": {"sparse_topk_blocks": 0}}, ("sparse_attention_config.sparse_topk_blocks", "0")),
+        (M3, {"model_type": "minimax_m3_vl_text"}, None),
         ("Qwen--Qwen3-0.6B", {"num_hidden_layers": 100_000}, ("num_hidden_layers", "10000", "100000")),
         ("Qwen--Qwen3-0.6B", {"num_labels": 10**9, "id2label": None}, None),
         (DEEPSEEK, {"n_group": 0, "topk_group": 0, "n_shared_experts": 0}, None),
@@ -371,7 +384,9 @@ def test_other_names_of_the_numbers_of_experts(tmp_path: Path) -> None:
     for name in OF_ARCHITECTURES.values():
         config, expected = published(name), read_architecture(write(published(name), tmp_path), tensor_parallel=1)
         text = config.get("text_config", config)
-        for other, own in CONFIG_MAPPING[expected.family.text_type or expected.family.name].attribute_map.items():
+        for other, own in CONFIG_MAPPING[
+            expected.family.text_type or expected.family.config_type or expected.family.name
+        ].attribute_map.items():
             given = own if own in text else "num_experts"
             if "experts" in own and other not in text and given in text:
                 changed = {other: text[given], **{each: value for each, value in text.items() if each != given}}
