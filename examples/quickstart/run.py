@@ -26,13 +26,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from prepare import SAMPLE_TOKENS, SAMPLES, SEED, VALIDATION_BATCHES, VALIDATIONS, default_cache
+from prepare import SEED, VALIDATION_BATCHES, default_cache
 
 HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 3.0  # without output, after which the seconds are printed
 # The overrides that only one algorithm needs.
 OWN = {
-    "kto": ["model.optim.lr=8e-5", "model.optim.sched.min_lr=2e-5"],
+    "kto": ["model.optim.lr=2e-4", "model.optim.sched.min_lr=2e-5"],
     "dpo": [
         "model.peft.peft_scheme=lora",
         "model.peft.lora_tuning.adapter_dim=16",
@@ -56,11 +56,8 @@ def overrides_of(
         f"trainer.precision={plan['precision']}",
         f"trainer.{algorithm}.max_steps={plan['steps']}",
         f"trainer.{algorithm}.save_interval=0",
-        f"trainer.{algorithm}.val_before_training=true",
-        f"trainer.{algorithm}.val_check_interval={-(-int(plan['steps']) // (VALIDATIONS - 1))}",
+        f"trainer.{algorithm}.val_check_interval={plan['steps']}",
         f"trainer.{algorithm}.limit_val_batches={VALIDATION_BATCHES}",
-        f"exp_manager.samples.count={SAMPLES}",
-        f"exp_manager.samples.max_new_tokens={SAMPLE_TOKENS}",
         f"model.tensor_model_parallel_size={plan['ranks']}",
         f"model.global_batch_size={batch}",
         f"model.micro_batch_size={batch}",

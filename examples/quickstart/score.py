@@ -8,6 +8,7 @@ REFERENCE and ALIGNED are Hugging Face folders, ROWS is a jsonl file of held-out
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from plan import choose_precision
 from prepare import FROM_FILES, SEED, SYSTEM
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -60,47 +62,47 @@ def load(folder: Path, *, dtype: torch.dtype) -> Loaded:
     return Loaded(model=model, tokenizer=AutoTokenizer.from_pretrained(folder, **FROM_FILES))
 
 
-def _encode(tokenizer: Any, messages: Messages) -> tuple[list[int], int]:
-    """Token ids of a conversation up to the end of its last turn, and the number of prompt tokens."""
+def _encode(tokenizer: Any, messages: Messages) -> tuple[tuple[int, ...], list[int]]:
+    """Token ids of a conversation before its last turn, and of that turn up to its end."""
     prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     response_ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    return [*prompt_ids, *response_ids, tokenizer.eos_token_id], len(prompt_ids)
+    return tuple(prompt_ids), [*response_ids, tokenizer.eos_token_id]
 
 
 @torch.no_grad()
-def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once: int = 16) -> Tensor:
+def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once: int = 32) -> Tensor:
     """Log-prob of each conversation's last turn, end of turn included.
 
     Args:
         loaded: the model.
         conversations: message lists that end with the assistant's turn.
-        rows_at_once: conversations of similar length in one forward pass.
+        rows_at_once: conversations with the same prompt in one forward pass; the prompt is computed once for all of them.
 
     Returns:
         Sums over the response's tokens, [conversations], float32, in the order of ``conversations``.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     encoded = [_encode(tokenizer, messages) for messages in conversations]
-    order = sorted(range(len(encoded)), key=lambda row: len(encoded[row][0]))
+    of_prompt: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(range(len(encoded)), key=lambda row: len(encoded[row][1])):
+        of_prompt.setdefault(encoded[row][0], []).append(row)
     result = torch.zeros(len(encoded))
-    for start in range(0, len(order), rows_at_once):
-        rows = order[start : start + rows_at_once]
-        width = max(len(encoded[row][0]) for row in rows)
-        tokens = torch.full((len(rows), width), tokenizer.eos_token_id)
-        predicts = torch.zeros(len(rows), width, dtype=torch.bool)  # positions whose next token belongs to the response
-        for number, row in enumerate(rows):
-            ids, prompt_length = encoded[row]
-            tokens[number, : len(ids)] = torch.tensor(ids)
-            predicts[number, prompt_length - 1 : len(ids) - 1] = True
-        tokens, predicts = tokens.to(model.device), predicts.to(model.device)
-        # Padding is on the right and attention is causal: no response token sees it, so no mask is needed.
-        hidden = model.base_model(tokens).last_hidden_state[predicts]
-        logits = model.get_output_embeddings()(hidden).float()
-        targets = tokens.roll(-1, dims=1)[predicts]
-        chosen = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-        owner = torch.nonzero(predicts)[:, 0]
-        result[rows] = torch.zeros(len(rows), device=model.device).index_add(0, owner, chosen).cpu()
+    for prompt, its_rows in of_prompt.items():
+        keys_and_values = model.base_model(torch.tensor([prompt[:-1]], device=model.device), use_cache=True).past_key_values
+        for start in range(0, len(its_rows), rows_at_once):
+            rows = its_rows[start : start + rows_at_once]
+            targets = [torch.tensor(encoded[row][1]) for row in rows]
+            targets_BT = pad_sequence(targets, batch_first=True, padding_value=-100).to(model.device)
+            tokens_BT = targets_BT.roll(1, dims=1).clamp(min=0)  # each token predicts the next one; padding is on the right
+            tokens_BT[:, 0] = prompt[-1]
+            past = copy.deepcopy(keys_and_values)  # a forward pass adds to it
+            past.batch_repeat_interleave(len(rows))
+            hidden = model.base_model(tokens_BT, past_key_values=past).last_hidden_state[targets_BT >= 0]
+            logits = model.get_output_embeddings()(hidden).float()
+            chosen = logits.gather(1, targets_BT[targets_BT >= 0][:, None]).squeeze(1) - logits.logsumexp(dim=1)
+            owner = torch.nonzero(targets_BT >= 0)[:, 0]
+            result[rows] = torch.zeros(len(rows), device=model.device).index_add(0, owner, chosen).cpu()
     return result
 
 
