@@ -122,6 +122,17 @@ def stage(title: str, command: Sequence[str], *, shown: Sequence[str] | None = N
     return output.decode(errors="replace").split("\n", 1)[1].splitlines()
 
 
+def print_samples(file: Path) -> None:
+    """Print the answers that the run has recorded before the first and after the last step."""
+    answers: dict[str, list[str]] = {}
+    for sample in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        question = sample["prompt"].rpartition("user\n")[2].partition("<|im_end|>")[0]
+        answers.setdefault(question, []).append(sample["answer"])
+    print("\nAnswers to two prompts")
+    for question, (before, *_, after) in answers.items():
+        print(f"  {question}\n    before: {before!r}\n    after:  {after!r}")
+
+
 def nemo_kto() -> list[str]:
     """The public command, as a user would type it, in this environment."""
     installed = Path(sys.executable).with_name("nemo-kto")
@@ -156,6 +167,8 @@ def main() -> None:
     score = [*python, str(HERE / "score.py"), algorithm, model, str(folder / "hf"), held_out, *out]
     stage("What it learned, on held-out data", score)
 
+    if (samples := folder / "samples.jsonl").exists():  # unless an override disables them
+        print_samples(samples)
     print(f"\n  aligned model  {folder / 'hf'}")
     print(f"  started from   {model}")
     print(f"  report         {folder / 'report.html'}: open it in a browser")

@@ -1,4 +1,4 @@
-"""What the quickstart measures, with transformers only: log-probs of responses, how well they rank, and sample texts.
+"""What the quickstart measures, with transformers only: log-probs of responses, and how well they rank.
 
     python examples/quickstart/score.py kto|dpo REFERENCE ALIGNED ROWS [--precision auto] [--out FILE]
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from plan import choose_precision
-from prepare import FROM_FILES, SEED, SYSTEM
+from prepare import FROM_FILES
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,11 +27,6 @@ from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS, dtype_of
 
 BETA = 0.1
-SAMPLE_PROMPTS = [  # unlike those of the data, so that the answers show what is learned beyond them
-    "Review a drama about two sisters.",
-    "Review a thriller about a bank robbery.",
-    "Review a horror film about an old house.",
-]
 
 Messages = list[dict[str, str]]
 
@@ -125,27 +120,6 @@ def margin(rewards: Tensor, labels: list[bool]) -> float:
     return float(rewards[torch.tensor(labels)].mean() - rewards[~torch.tensor(labels)].mean())
 
 
-@torch.no_grad()
-def sample(loaded: Loaded, prompts: list[str], *, seed: int, new_tokens: int = 30) -> list[str]:
-    """Responses of a model to prompts, sampled at temperature 0.7 with a fixed seed."""
-    model, tokenizer = loaded.model, loaded.tokenizer
-    torch.manual_seed(seed)
-    conversations = [[SYSTEM, {"role": "user", "content": text}] for text in prompts]
-    texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
-    tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
-    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
-    output = model.generate(
-        **encoded,
-        max_new_tokens=new_tokens,
-        do_sample=True,
-        temperature=0.7,
-        top_p=0.95,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    answers = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [answer.strip() for answer in answers]
-
-
 def measure(logps: list[Tensor], labels: list[bool], *, pairs: bool) -> dict[str, float]:
     """Figures of the implied rewards, beta * (log-prob of the model - log-prob of the reference), before and after training.
 
@@ -165,11 +139,8 @@ def measure(logps: list[Tensor], labels: list[bool], *, pairs: bool) -> dict[str
     return figures
 
 
-def show(figures: dict[str, float], samples: list[list[str]], prompts: list[str], *, pairs: bool) -> None:
-    """Print the same figures, with the responses of each model to the prompts."""
-    print("\nSample texts (the same seed for both models)")
-    for prompt, before, after in zip(prompts, *samples, strict=True):
-        print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
+def show(figures: dict[str, float], *, pairs: bool) -> None:
+    """Print the same figures."""
     what = "pairs of a good and a bad review" if pairs else "reviews, half of them good"
     print(f"\nHeld-out data: {figures['rows']:.0f} {what}")
     ranking = ("AUC: a good review gets a higher reward than a bad one", "auc")
@@ -197,12 +168,10 @@ def main() -> None:
     print(f"log-probs of {len(conversations)} responses, before and after", flush=True)
     with ThreadPoolExecutor() as threads:
         logps = list(threads.map(lambda loaded: answer_logps(loaded, conversations), models))
-    print(f"sample texts for {len(SAMPLE_PROMPTS)} prompts, before and after", flush=True)
-    samples = [sample(loaded, SAMPLE_PROMPTS, seed=SEED) for loaded in models]
     figures = measure(logps, labels, pairs=pairs)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
-    show(figures, samples, SAMPLE_PROMPTS, pairs=pairs)
+    show(figures, pairs=pairs)
 
 
 if __name__ == "__main__":

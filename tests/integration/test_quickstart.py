@@ -147,6 +147,18 @@ def test_metrics_of_implied_rewards(scripts: dict[str, Any]) -> None:
     assert "accuracy_after" not in alone
 
 
+def test_answers_before_and_after_training(
+    scripts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "<|im_start|>user\nReview a {}.<|im_end|>\n<|im_start|>assistant\n"
+    lines = [(prompt.format(genre), f"{genre} {step}") for step in (0, 7, 14) for genre in ("drama", "western")]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in lines))
+    scripts["run"].print_samples(tmp_path / "samples.jsonl")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2:5] == ["  Review a drama.", "    before: 'drama 0'", "    after:  'drama 14'"]
+    assert printed[5:] == ["  Review a western.", "    before: 'western 0'", "    after:  'western 14'"]
+
+
 def test_flops_equal_those_of_the_model(scripts: dict[str, Any]) -> None:
     plan = scripts["plan"]
     norms = 61 * 576
