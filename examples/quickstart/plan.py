@@ -53,7 +53,7 @@ class Workload:
 
 WORKLOADS = {
     # reference: example and KL example; policy: KL example, example forward and backward (twice the work of forward)
-    "kto": Workload(batch=16, responses=1, passes=2 + 1 + 3, validation_passes=2 + 2, steps=14),
+    "kto": Workload(batch=16, responses=1, passes=2 + 1 + 3, validation_passes=2 + 2, steps=20),
     # reference; policy forward, and backward with adapters, whose own gradients need little work
     "dpo": Workload(batch=16, responses=2, passes=1 + 2.2, validation_passes=1 + 1, steps=14),
 }

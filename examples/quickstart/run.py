@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 3.0  # without output, after which the seconds are printed
 # The overrides that only one algorithm needs.
 OWN = {
-    "kto": ["model.optim.lr=2e-4", "model.optim.sched.min_lr=2e-5"],
+    "kto": ["model.optim.lr=8e-5", "model.optim.sched.min_lr=2e-5"],
     "dpo": [
         "model.peft.peft_scheme=lora",
         "model.peft.lora_tuning.adapter_dim=16",
