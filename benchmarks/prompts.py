@@ -1,6 +1,6 @@
 """Shared prompts compared with a prompt for each answer: CPU seconds of a DPO or KTO step with a swapped reference.
 
-    python benchmarks/prompts.py MODEL [--rounds 9] [--threads 1] [--layers 4] [--cases TEXT]
+    python benchmarks/prompts.py MODEL [--rounds 9] [--threads 1] [--layers 4] [--cases TEXT] [--samples]
 
 MODEL is a Hugging Face folder, of which only config.json is used, with --layers of its layers and as large a part of its
 vocabulary, so that the output layer takes its usual part of a step. Weights and tokens are random. In the first cases all
@@ -178,6 +178,29 @@ def step(model: Any, batch: dict[str, Any], case: Case, *, share: bool) -> tuple
     return time.process_time() - started, loss, dict(metrics.sums)
 
 
+def compare_samples(engine: Any, reference: Any, *, rounds: int) -> None:
+    """Print the median CPU seconds of a step, and of two answers with passes of both kinds."""
+    from unittest import mock
+
+    from nemo_kto.models.engine.engine import LogProbEngine
+    from nemo_kto.models.engine.generation import Decoding, generate
+
+    case = Case("kto", (35, 41), (3, 28), examples=8, tokens=512)
+    batch, decoding = make_batch(case, engine.vocab_size), Decoding(stop_ids=frozenset(), max_new_tokens=32, seq_length=2048)
+    prompts = [[1 + k for k in range(length)] for length in (37, 39)]
+    seconds: dict[str, list[float]] = {"a step": [], "answers, new tokens": [], "answers, whole sequences": []}
+    for _ in range(rounds):
+        seconds["a step"].append(step(model_of(case, engine, reference), batch, case, share=True)[0])
+        for name, keeps in (("answers, new tokens", True), ("answers, whole sequences", False)):
+            started = time.process_time()
+            with mock.patch.object(LogProbEngine, "keeps_tokens", lambda _, keeps=keeps: keeps):
+                generate(engine, prompts, decoding, collate={"eos_id": 0})
+            seconds[name].append(time.process_time() - started)
+    for name, measured in seconds.items():
+        median = statistics.median(measured)
+        print(f"{name:<25} {median:.2f} CPU s, {median / statistics.median(seconds['a step']):.2f} steps")
+
+
 def main() -> None:
     """Take the steps of each case, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -186,12 +209,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--cases", default="", help="only cases with this text in their names")
+    parser.add_argument("--samples", action="store_true", help="compare answers with a step instead")
     arguments = parser.parse_args()
     import torch
 
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         engine, reference = build(smaller(arguments.model, Path(folder), layers=arguments.layers))
+    if arguments.samples:
+        compare_samples(engine, reference, rounds=arguments.rounds)
+        return
     weights = Saved()
     for parameter in engine.chunks[0].parameters():
         weights.keep(parameter)

@@ -1,10 +1,10 @@
-"""How many steps the quickstart takes on this machine: a measurement of one second, and a plan from it.
+"""How long the quickstart takes on this machine: a measurement of one second, and an estimate from it.
 
     python examples/quickstart/plan.py kto|dpo [--precision auto] [--steps N] [--out FILE]
 
 Most of the time goes into matrix products. One second of products of the model's sizes measures the speed of this
-machine, and the work of a run can be counted. So the number of steps is chosen: enough to learn, in no more than a few
-minutes. QUICKSTART_STEPS (or --steps) sets the number of steps by hand, and reduces the held-out examples too.
+machine, and the work of a run can be counted. QUICKSTART_STEPS (or --steps) sets the number of steps by hand, and
+reduces the held-out examples too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from prepare import MAX_TOKENS, SAMPLE_TOKENS, SAMPLES, VALIDATION_BATCHES, VALIDATIONS
+from prepare import MAX_TOKENS, VALIDATION_BATCHES
 
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of
 
-MINUTES = {"bf16": 5.0, "32": 8.0}  # limit for the run, by precision
 HELD_OUT = 200  # reviews, or pairs of reviews, to measure on
 
 # SmolLM2-135M: weights that every token uses, and those of the output layer, which only response tokens use.
 LAYER_WEIGHTS, OUTPUT_WEIGHTS = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536), 49152 * 576
-PROMPT_TOKENS, RESPONSE_TOKENS = 26, 0.8 * MAX_TOKENS  # of an example, on average
+PROMPT_TOKENS, RESPONSE_TOKENS = 7, 0.8 * MAX_TOKENS  # of an example, on average; a prompt is computed once for its answers
 WIDTHS = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # inputs and outputs of a layer's matrices
 TOKENS = 512  # of one product
 
@@ -42,27 +41,26 @@ class Workload:
         responses: responses per example.
         passes: cost of a response in training, in forward passes: of the reference and the policy, forward and backward.
         validation_passes: cost of a response in validation, in forward passes.
-        min_steps, max_steps: limits for the number of optimizer steps.
+        steps: optimizer steps.
     """
 
     batch: int
     responses: int
     passes: float
     validation_passes: float
-    min_steps: int
-    max_steps: int
+    steps: int
 
 
 WORKLOADS = {
     # reference: example and KL example; policy: KL example, example forward and backward (twice the work of forward)
-    "kto": Workload(batch=16, responses=1, passes=2 + 1 + 3, validation_passes=2 + 2, min_steps=20, max_steps=20),
+    "kto": Workload(batch=16, responses=1, passes=2 + 1 + 3, validation_passes=2 + 2, steps=20),
     # reference; policy forward, and backward with adapters, whose own gradients need little work
-    "dpo": Workload(batch=16, responses=2, passes=1 + 2.2, validation_passes=1 + 1, min_steps=14, max_steps=20),
+    "dpo": Workload(batch=16, responses=2, passes=1 + 2.2, validation_passes=1 + 1, steps=14),
 }
 # Seconds that do not depend on the number of examples: start of processes, unpacking, export, loading and sampling.
-FIXED_SECONDS = 75.0
+FIXED_SECONDS = 60.0
 # Seconds of a pass besides matrix products, on a CPU: attention, norms, communication between ranks, the optimizer.
-OTHER_SECONDS = {"bf16": 0.05, "32": 0.055}
+OTHER_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +130,7 @@ def pass_work() -> float:
 def make_plan(
     algorithm: str, *, precision: str, why: str, flops: float, other_seconds: float, ranks: int, steps: int | None = None
 ) -> Plan:
-    """Choose the number of steps that fits into the time.
+    """Estimate the time of a run.
 
     Args:
         algorithm: kto or dpo.
@@ -141,7 +139,7 @@ def make_plan(
         flops: result of :func:`matmul_speed`, operations per second.
         other_seconds: seconds of a pass besides its matrix products.
         ranks: number of tensor-parallel ranks.
-        steps: optimizer steps; None: choose them.
+        steps: optimizer steps; None: enough to learn.
     """
     workload = WORKLOADS[algorithm]
     held_out = HELD_OUT if steps is None else min(HELD_OUT, max(32, 4 * steps))
@@ -150,10 +148,7 @@ def make_plan(
     responses = workload.batch * workload.responses
     step = responses * workload.passes * seconds_per_pass
     validation = VALIDATION_BATCHES * responses * workload.validation_passes * seconds_per_pass
-    validation += SAMPLES * SAMPLE_TOKENS * seconds_per_pass
-    if steps is None:
-        fitting = (0.9 * 60 * MINUTES[precision] - FIXED_SECONDS - scoring - VALIDATIONS * validation) / step
-        steps = max(workload.min_steps, min(workload.max_steps, int(fitting)))
+    steps = steps or workload.steps
     return Plan(
         precision=precision,
         why=why,
@@ -162,7 +157,7 @@ def make_plan(
         steps=steps,
         train=steps * workload.batch,
         held_out=held_out,
-        minutes=(FIXED_SECONDS + scoring + VALIDATIONS * validation + steps * step) / 60,
+        minutes=(FIXED_SECONDS + scoring + validation + steps * step) / 60,
     )
 
 
@@ -180,17 +175,17 @@ def plan_here(algorithm: str, *, precision: str, steps: int | None) -> Plan:
     Args:
         algorithm: kto or dpo.
         precision: a value of trainer.precision.
-        steps: optimizer steps; None: choose them.
+        steps: optimizer steps; None: enough to learn.
     """
     chosen, why = choose_precision(precision)
     ranks = min(2, device.device_count() or len(os.sched_getaffinity(0)))
     flops = matmul_speed(dtype_of(chosen), ranks=ranks)
-    other = 0.0 if device.on_gpu() else OTHER_SECONDS[chosen]
+    other = 0.0 if device.on_gpu() else OTHER_SECONDS
     return make_plan(algorithm, precision=chosen, why=why, flops=flops, other_seconds=other, ranks=ranks, steps=steps)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How many steps the quickstart takes on this machine.")
+    parser = argparse.ArgumentParser(description="How long the quickstart takes on this machine.")
     parser.add_argument("algorithm", choices=WORKLOADS)
     parser.add_argument("--precision", default="auto", choices=PRECISIONS)
     parser.add_argument("--steps", type=int, default=os.environ.get("QUICKSTART_STEPS") or None)

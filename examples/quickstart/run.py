@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from prepare import SAMPLE_TOKENS, SAMPLES, SEED, VALIDATION_BATCHES, VALIDATIONS, default_cache
+from prepare import SEED, VALIDATION_BATCHES, default_cache
 
 HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 3.0  # without output, after which the seconds are printed
@@ -56,11 +56,8 @@ def overrides_of(
         f"trainer.precision={plan['precision']}",
         f"trainer.{algorithm}.max_steps={plan['steps']}",
         f"trainer.{algorithm}.save_interval=0",
-        f"trainer.{algorithm}.val_before_training=true",
-        f"trainer.{algorithm}.val_check_interval={-(-int(plan['steps']) // (VALIDATIONS - 1))}",
+        f"trainer.{algorithm}.val_check_interval={plan['steps']}",
         f"trainer.{algorithm}.limit_val_batches={VALIDATION_BATCHES}",
-        f"exp_manager.samples.count={SAMPLES}",
-        f"exp_manager.samples.max_new_tokens={SAMPLE_TOKENS}",
         f"model.tensor_model_parallel_size={plan['ranks']}",
         f"model.global_batch_size={batch}",
         f"model.micro_batch_size={batch}",
@@ -125,6 +122,17 @@ def stage(title: str, command: Sequence[str], *, shown: Sequence[str] | None = N
     return output.decode(errors="replace").split("\n", 1)[1].splitlines()
 
 
+def print_samples(file: Path) -> None:
+    """Print the answers that the run has recorded before the first and after the last step."""
+    answers: dict[str, list[str]] = {}
+    for sample in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        question = sample["prompt"].rpartition("user\n")[2].partition("<|im_end|>")[0]
+        answers.setdefault(question, []).append(sample["answer"])
+    print("\nAnswers to two prompts")
+    for question, (before, *_, after) in answers.items():
+        print(f"  {question}\n    before: {before!r}\n    after:  {after!r}")
+
+
 def nemo_kto() -> list[str]:
     """The public command, as a user would type it, in this environment."""
     installed = Path(sys.executable).with_name("nemo-kto")
@@ -159,6 +167,8 @@ def main() -> None:
     score = [*python, str(HERE / "score.py"), algorithm, model, str(folder / "hf"), held_out, *out]
     stage("What it learned, on held-out data", score)
 
+    if (samples := folder / "samples.jsonl").exists():  # unless an override disables them
+        print_samples(samples)
     print(f"\n  aligned model  {folder / 'hf'}")
     print(f"  started from   {model}")
     print(f"  report         {folder / 'report.html'}: open it in a browser")

@@ -1,4 +1,4 @@
-"""What the quickstart measures, with transformers only: log-probs of responses, how well they rank, and sample texts.
+"""What the quickstart measures, with transformers only: log-probs of responses, and how well they rank.
 
     python examples/quickstart/score.py kto|dpo REFERENCE ALIGNED ROWS [--precision auto] [--out FILE]
 
@@ -8,6 +8,7 @@ REFERENCE and ALIGNED are Hugging Face folders, ROWS is a jsonl file of held-out
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 from plan import choose_precision
-from prepare import FROM_FILES, SEED, SYSTEM
+from prepare import FROM_FILES
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -25,11 +27,6 @@ from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS, dtype_of
 
 BETA = 0.1
-SAMPLE_PROMPTS = [  # unlike those of the data, so that the answers show what is learned beyond them
-    "Review a drama about two sisters.",
-    "Review a thriller about a bank robbery.",
-    "Review a horror film about an old house.",
-]
 
 Messages = list[dict[str, str]]
 
@@ -60,47 +57,47 @@ def load(folder: Path, *, dtype: torch.dtype) -> Loaded:
     return Loaded(model=model, tokenizer=AutoTokenizer.from_pretrained(folder, **FROM_FILES))
 
 
-def _encode(tokenizer: Any, messages: Messages) -> tuple[list[int], int]:
-    """Token ids of a conversation up to the end of its last turn, and the number of prompt tokens."""
+def _encode(tokenizer: Any, messages: Messages) -> tuple[tuple[int, ...], list[int]]:
+    """Token ids of a conversation before its last turn, and of that turn up to its end."""
     prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     response_ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    return [*prompt_ids, *response_ids, tokenizer.eos_token_id], len(prompt_ids)
+    return tuple(prompt_ids), [*response_ids, tokenizer.eos_token_id]
 
 
 @torch.no_grad()
-def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once: int = 16) -> Tensor:
+def answer_logps(loaded: Loaded, conversations: list[Messages], *, rows_at_once: int = 32) -> Tensor:
     """Log-prob of each conversation's last turn, end of turn included.
 
     Args:
         loaded: the model.
         conversations: message lists that end with the assistant's turn.
-        rows_at_once: conversations of similar length in one forward pass.
+        rows_at_once: conversations with the same prompt in one forward pass; the prompt is computed once for all of them.
 
     Returns:
         Sums over the response's tokens, [conversations], float32, in the order of ``conversations``.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     encoded = [_encode(tokenizer, messages) for messages in conversations]
-    order = sorted(range(len(encoded)), key=lambda row: len(encoded[row][0]))
+    of_prompt: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(range(len(encoded)), key=lambda row: len(encoded[row][1])):
+        of_prompt.setdefault(encoded[row][0], []).append(row)
     result = torch.zeros(len(encoded))
-    for start in range(0, len(order), rows_at_once):
-        rows = order[start : start + rows_at_once]
-        width = max(len(encoded[row][0]) for row in rows)
-        tokens = torch.full((len(rows), width), tokenizer.eos_token_id)
-        predicts = torch.zeros(len(rows), width, dtype=torch.bool)  # positions whose next token belongs to the response
-        for number, row in enumerate(rows):
-            ids, prompt_length = encoded[row]
-            tokens[number, : len(ids)] = torch.tensor(ids)
-            predicts[number, prompt_length - 1 : len(ids) - 1] = True
-        tokens, predicts = tokens.to(model.device), predicts.to(model.device)
-        # Padding is on the right and attention is causal: no response token sees it, so no mask is needed.
-        hidden = model.base_model(tokens).last_hidden_state[predicts]
-        logits = model.get_output_embeddings()(hidden).float()
-        targets = tokens.roll(-1, dims=1)[predicts]
-        chosen = logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(dim=1)
-        owner = torch.nonzero(predicts)[:, 0]
-        result[rows] = torch.zeros(len(rows), device=model.device).index_add(0, owner, chosen).cpu()
+    for prompt, its_rows in of_prompt.items():
+        keys_and_values = model.base_model(torch.tensor([prompt[:-1]], device=model.device), use_cache=True).past_key_values
+        for start in range(0, len(its_rows), rows_at_once):
+            rows = its_rows[start : start + rows_at_once]
+            targets = [torch.tensor(encoded[row][1]) for row in rows]
+            targets_BT = pad_sequence(targets, batch_first=True, padding_value=-100).to(model.device)
+            tokens_BT = targets_BT.roll(1, dims=1).clamp(min=0)  # each token predicts the next one; padding is on the right
+            tokens_BT[:, 0] = prompt[-1]
+            past = copy.deepcopy(keys_and_values)  # a forward pass adds to it
+            past.batch_repeat_interleave(len(rows))
+            hidden = model.base_model(tokens_BT, past_key_values=past).last_hidden_state[targets_BT >= 0]
+            logits = model.get_output_embeddings()(hidden).float()
+            chosen = logits.gather(1, targets_BT[targets_BT >= 0][:, None]).squeeze(1) - logits.logsumexp(dim=1)
+            owner = torch.nonzero(targets_BT >= 0)[:, 0]
+            result[rows] = torch.zeros(len(rows), device=model.device).index_add(0, owner, chosen).cpu()
     return result
 
 
@@ -123,27 +120,6 @@ def margin(rewards: Tensor, labels: list[bool]) -> float:
     return float(rewards[torch.tensor(labels)].mean() - rewards[~torch.tensor(labels)].mean())
 
 
-@torch.no_grad()
-def sample(loaded: Loaded, prompts: list[str], *, seed: int, new_tokens: int = 30) -> list[str]:
-    """Responses of a model to prompts, sampled at temperature 0.7 with a fixed seed."""
-    model, tokenizer = loaded.model, loaded.tokenizer
-    torch.manual_seed(seed)
-    conversations = [[SYSTEM, {"role": "user", "content": text}] for text in prompts]
-    texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
-    tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
-    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
-    output = model.generate(
-        **encoded,
-        max_new_tokens=new_tokens,
-        do_sample=True,
-        temperature=0.7,
-        top_p=0.95,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    answers = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [answer.strip() for answer in answers]
-
-
 def measure(logps: list[Tensor], labels: list[bool], *, pairs: bool) -> dict[str, float]:
     """Figures of the implied rewards, beta * (log-prob of the model - log-prob of the reference), before and after training.
 
@@ -163,11 +139,8 @@ def measure(logps: list[Tensor], labels: list[bool], *, pairs: bool) -> dict[str
     return figures
 
 
-def show(figures: dict[str, float], samples: list[list[str]], prompts: list[str], *, pairs: bool) -> None:
-    """Print the same figures, with the responses of each model to the prompts."""
-    print("\nSample texts (the same seed for both models)")
-    for prompt, before, after in zip(prompts, *samples, strict=True):
-        print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
+def show(figures: dict[str, float], *, pairs: bool) -> None:
+    """Print the same figures."""
     what = "pairs of a good and a bad review" if pairs else "reviews, half of them good"
     print(f"\nHeld-out data: {figures['rows']:.0f} {what}")
     ranking = ("AUC: a good review gets a higher reward than a bad one", "auc")
@@ -195,12 +168,10 @@ def main() -> None:
     print(f"log-probs of {len(conversations)} responses, before and after", flush=True)
     with ThreadPoolExecutor() as threads:
         logps = list(threads.map(lambda loaded: answer_logps(loaded, conversations), models))
-    print(f"sample texts for {len(SAMPLE_PROMPTS)} prompts, before and after", flush=True)
-    samples = [sample(loaded, SAMPLE_PROMPTS, seed=SEED) for loaded in models]
     figures = measure(logps, labels, pairs=pairs)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
-    show(figures, samples, SAMPLE_PROMPTS, pairs=pairs)
+    show(figures, pairs=pairs)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class PackedSequences(PackedSeqParams):
     prompts: Prompts = None  # segment that each segment continues; None if no tokens are shared
     key_index_k: Tensor | None = None  # tokens that the segments attend to, if any are shared: ``packing.key_indices``
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # those of all layers, see ``_lower_right``
+    kept: KeptTokens | None = None  # for a pass over the last tokens of the segments only; None for all their tokens
 
     @classmethod
     def of(cls, packs: Sequence[tuple[int, ...]], prompts: Sequence[Prompts] | None = None) -> list[PackedSequences]:
@@ -87,6 +88,25 @@ class PackedSequences(PackedSeqParams):
             )
             for number in range(len(packs))
         ]
+
+
+@dataclass(kw_only=True)
+class KeptTokens:
+    """Queries, keys and values of the last pack in each layer, for a pass over tokens that continue its segments."""
+
+    heads: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # id of the layer's attention -> [tokens, ...] each
+    # index of each token of the new pack in the last pack followed by the new tokens
+    order_t: Tensor = field(default_factory=functools.partial(torch.zeros, 0, dtype=torch.long))
+    new_n: Tensor = field(
+        default_factory=functools.partial(torch.zeros, 0, dtype=torch.long)
+    )  # indices of new tokens in the new pack
+
+    def extend(self, attention: TorchAttention, *new: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors of all tokens of the new pack, given those of the new tokens, and keep them."""
+        last = self.heads.get(id(attention), tuple(each[:0] for each in new))
+        whole = tuple(torch.cat(pair).index_select(0, self.order_t) for pair in zip(last, new, strict=True))
+        self.heads[id(attention)] = whole
+        return whole
 
 
 class TorchAttention(MegatronModule):
@@ -188,7 +208,8 @@ class TorchAttention(MegatronModule):
             key, value: like ``query``, with the key-value heads of this rank.
             attention_mask: not used; a token attends to itself and earlier ones.
             packed_seq_params: lengths of packed sequences, which do not attend to each other, before context parallelism
-                divides them, and the prompts that they share; None if each sequence has its own place in the batch.
+                divides them, the prompts that they share, and tokens of an earlier pass, which then precede those of
+                ``query``, ``key`` and ``value``; None if each sequence has its own place in the batch.
 
         Raises:
             ValueError: if there is a bias on the scores, a mask type other than causal, shared prompts together with
@@ -206,6 +227,13 @@ class TorchAttention(MegatronModule):
             return self._attend(query, key, value, None)
         if packed_seq_params.prompts is not None and self.context is not None:
             raise ValueError("prompts must be None with context parallelism, got packed sequences that share prompts")
+        kept = packed_seq_params.kept
+        if kept is not None:
+            query, key, value = kept.extend(self, query, key, value)
+        context = self._attend_to_pack(query, key, value, packed_seq_params)
+        return context if kept is None else context.index_select(0, kept.new_n)
+
+    def _attend_to_pack(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
         query, key = query.unsqueeze(1), key.unsqueeze(1)
         one_chunk = self.chunk is None or packed_seq_params.max_seqlen_kv <= self.chunk
         if self.packed_kernel is None or not one_chunk or query.size(-1) > MAX_HEAD_DIM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -12,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.conftest import load_script
 from tests.helpers.commands import environment
-from tests.helpers.documented import REPOSITORY, modules, runnable, transcript
+from tests.helpers.documented import REPOSITORY, commands, modules, runnable, transcript
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
 pytestmark = pytest.mark.slow
@@ -53,17 +56,19 @@ def name_of(page: Path) -> str:
     return page.relative_to(REPOSITORY / "docs").as_posix()
 
 
-def run_shell(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Bash commands in a folder."""
+def run_shell(code: str, folder: Path, *, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Bash commands in a folder; with another home folder, nothing is taken from caches of this user."""
     env = environment() | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if home is not None:
+        env = {name: value for name, value in env.items() if not name.startswith(("HF_", "XDG_"))} | {"HOME": str(home)}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     env["PYTHONPATH"] = f"{folder}{os.pathsep}{env['PYTHONPATH']}"
     return subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=folder, env=env, capture_output=True, text=True)
 
 
-def shell(code: str, folder: Path) -> str:
+def shell(code: str, folder: Path, *, home: Path | None = None) -> str:
     """Output of bash commands in a folder; the test fails if one of them fails."""
-    ended = run_shell(code, folder)
+    ended = run_shell(code, folder, home=home)
     assert ended.returncode == 0, f"{code}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     return ended.stdout
 
@@ -135,6 +140,50 @@ def test_commands_of_the_readme(files: Path, tmp_path: Path) -> None:
         shell("\n".join(complete), folder)
         count += len(complete)
     assert count == 11
+
+
+def test_the_journey_from_a_csv_file(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's example, a report and an export, in an empty home folder; transformers finds the rewards of the run."""
+    readme, home, folder = REPOSITORY / "README.md", tmp_path / "home", tmp_path / "work"
+    rows = folder / "examples/quickstart/thumbs.csv"
+    home.mkdir()
+    rows.parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / "examples/quickstart/thumbs.csv", rows)
+    shutil.copytree(tiny_llama, folder / "MODEL")
+    (folder / "MODEL/generation_config.json").write_text('{"max_new_tokens": 8}')
+    _, check, train, chat = runnable(readme)[0].code.replace("\\\n", "").splitlines()
+    report, export = "nemo-kto report RUN", "nemo-kto export RUN OUT"
+    assert report in commands(REPOSITORY / "docs/results/output.md")
+    assert export in commands(readme)
+
+    def run(command: str) -> str:
+        return shell(f"MODEL=MODEL; {command.replace('RUN', 'results/gpt_kto')}", folder, home=home)
+
+    assert "200: 100 desirable, 100 undesirable" in run(check)
+    ends = dict(re.findall(r"^  (\w+ \w+) +(\S.*)$", run(train), re.MULTILINE))
+    assert ends["train loss"].startswith("0.5000 -> ")
+    assert ends["exported model"].startswith("results/gpt_kto/hf ")
+    answers = run(chat).splitlines()
+    assert answers[0] == "results/gpt_kto:"
+    assert "MODEL:" in answers[2:]
+    assert run(report).strip() == str(folder / "results/gpt_kto/report.html")
+    run(export)
+    exported = [
+        {file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in ("OUT", "results/gpt_kto/hf")
+    ]
+    assert exported[0] == exported[1]
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples/quickstart"))
+    score = load_script("examples/quickstart/score.py")
+    with rows.open(encoding="utf-8") as opened:
+        held_out = [*csv.DictReader(opened)][-20:]
+    turns = [[("user", row["question"]), ("assistant", row["answer"])] for row in held_out]
+    conversations = [[{"role": role, "content": text} for role, text in turn] for turn in turns]
+    models = [score.load(folder / name, dtype=torch.float32) for name in ("MODEL", "OUT")]
+    logps = [score.answer_logps(model, conversations) for model in models]
+    figures = score.measure(logps, [row["thumb"] == "up" for row in held_out], pairs=False)
+    margin = float(ends["validation margin"].split()[2])
+    assert figures["margin_after"] / score.BETA * 0.2 == pytest.approx(margin, abs=1e-3)  # the default beta
+    assert margin > 1
 
 
 def test_logged_metrics_are_documented(files: Path) -> None:

@@ -40,7 +40,8 @@ def test_answer_logps_equal_a_plain_forward_pass(scripts: dict[str, Any], tiny_l
     conversations = [
         [{"role": "user", "content": "a longer question"}, {"role": "assistant", "content": "yes"}],
         [{"role": "user", "content": "b"}, {"role": "assistant", "content": "no, not at all"}],
-        [{"role": "user", "content": "c"}, {"role": "assistant", "content": "x"}],
+        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}],
+        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "perhaps"}],
     ]
     loaded = score.load(tiny_llama, dtype=torch.float32)
     found = score.answer_logps(loaded, conversations, rows_at_once=2)
@@ -69,7 +70,7 @@ def test_rows_are_balanced_disjoint_and_the_same_every_time(
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         assert Counter(row["label"] for row in rows) == {True: number // 2, False: number // 2}
         assert all(dict(reviews)[row["messages"][-1]["content"]] is row["label"] for row in rows)
-        assert len({row["messages"][1]["content"] for row in rows}) == number, "prompts are distinct"
+        assert set(Counter(row["messages"][1]["content"] for row in rows).values()) == {number // len(prepare.PROMPTS)}
         texts += [row["messages"][-1]["content"] for row in rows]
     assert len(set(texts)) == 60
     more, same = prepare.prepare_rows(tmp_path / "a", tiny_llama, train=80, validation=20, seed=7)
@@ -146,10 +147,16 @@ def test_metrics_of_implied_rewards(scripts: dict[str, Any]) -> None:
     assert "accuracy_after" not in alone
 
 
-def test_samples_are_long_enough_to_read(scripts: dict[str, Any]) -> None:
-    plan = {"train": 320, "steps": 20, "ranks": 1, "precision": "32"}
-    overrides = scripts["run"].overrides_of("kto", plan, model="m", train="t", held_out="h", folder=Path("run"))
-    assert {"exp_manager.samples.count=2", "exp_manager.samples.max_new_tokens=32"} <= {*overrides}
+def test_answers_before_and_after_training(
+    scripts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "<|im_start|>user\nReview a {}.<|im_end|>\n<|im_start|>assistant\n"
+    lines = [(prompt.format(genre), f"{genre} {step}") for step in (0, 7, 14) for genre in ("drama", "western")]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in lines))
+    scripts["run"].print_samples(tmp_path / "samples.jsonl")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2:5] == ["  Review a drama.", "    before: 'drama 0'", "    after:  'drama 14'"]
+    assert printed[5:] == ["  Review a western.", "    before: 'western 0'", "    after:  'western 14'"]
 
 
 def test_flops_equal_those_of_the_model(scripts: dict[str, Any]) -> None:

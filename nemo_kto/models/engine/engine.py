@@ -19,7 +19,9 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from nemo_kto.distributed.collectives import from_last_stage, leads_context_para
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logits, vocab_parallel_logprobs
 from nemo_kto.distributed.state import max_over_ranks
+from nemo_kto.layers.attention import GatedAttention, TorchAttention
 from nemo_kto.layers.mlp import balance_sums, experts_span_copies, routers
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch, joined
@@ -175,9 +178,27 @@ class LogProbEngine:
         The response token itself does not affect them. The result is on the device; only the last pipeline stage computes
         it, others return 0.
         """
-        logits_BV = torch.zeros(len(sequences), self.vocab_size, device=device.current_device())
-        self._forward(self._micro_batches(sequences, self.limits), self._response_logits, logits_BV)
+        return self.logits_of(self._micro_batches(sequences, self.limits), len(sequences))
+
+    def logits_of(self, micro_batches: list[MicroBatch], size: int) -> Tensor:
+        """Return the same for the micro-batches of ``size`` sequences."""
+        logits_BV = torch.zeros(size, self.vocab_size, device=device.current_device())
+        self._forward(micro_batches, self._response_logits, logits_BV)
         return logits_BV
+
+    def keeps_tokens(self) -> bool:
+        """Return whether all layers of the model can continue sequences without computing their tokens again; collective.
+
+        They must have softmax attention of this package, and the tokens of a pass must not be divided among the ranks.
+        """
+        config, modules = self._config, [module for chunk in self.chunks for module in chunk.modules()]
+        layers = [module for module in modules if isinstance(module, TransformerLayer)]
+        attentions = [
+            layer.self_attention for layer in layers if type(layer.self_attention) in (SelfAttention, GatedAttention)
+        ]
+        can = len(attentions) == len(layers) and all(type(each.core_attention) is TorchAttention for each in attentions)
+        can = can and self.limits.multiple == config.context_parallel_size == 1 and not experts_span_copies(config)
+        return max_over_ranks(int(not can)) == 0
 
     def _forward(self, micro_batches: list[MicroBatch], head: Head, values_B: Tensor) -> None:
         """Run forward passes without gradient, and write what ``head`` computes for each sequence to ``values_B``."""

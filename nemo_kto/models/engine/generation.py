@@ -1,6 +1,8 @@
 """Answers of the model to prompts, at every layout: one forward pass for each new token of all prompts together.
 
-There is no cache of keys and values: a few short answers do not justify a second implementation of attention.
+Where :meth:`LogProbEngine.keeps_tokens` allows it, a pass computes only new tokens, and each layer keeps the queries, keys
+and values of the others: attention is evaluated for whole sequences, as in training, so that there is no second
+implementation of it. Elsewhere each pass computes all tokens.
 
 Shape suffixes: B sequences, V tokens of the vocabulary.
 """
@@ -9,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from nemo_kto.data.batches.dataset import KTOExample
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.collectives import from_last_stage
+from nemo_kto.layers.attention import KeptTokens, PackedSequences
 from nemo_kto.models.engine.engine import LogProbEngine
-from nemo_kto.models.engine.sequences import SequenceBatch
+from nemo_kto.models.engine.sequences import MicroBatch, SequenceBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +67,16 @@ def generate(
     """
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     answers: dict[int, list[int]] = {number: [] for number in range(rank, len(prompts), size)}
-    active = [*answers]
-    while state.max_over_ranks(len(active)):  # also without prompts, because experts are shared with other ranks
+    passes = NewTokenPasses(engine=engine) if engine.keeps_tokens() else None
+    waiting, active = [*answers], list[int]()
+    # also without prompts, because experts are shared with other ranks
+    while state.max_over_ranks(len(active) + len(waiting)):
         if must_stop():
             return None
-        sequences = [[*prompts[number], *answers[number]] for number in active]
-        # collated as in training, each with one response token, whose value is not used
-        examples = [KTOExample(prompt_ids=ids, response_ids=[collate["eos_id"]], desirable=True) for ids in sequences]
-        batch = kto_custom_collate(examples, **collate, with_kl=False)
-        collated = SequenceBatch.of(batch["samples"], batch["sample_labels"], batch["sample_lengths"])
-        logits_BV = engine.next_token_logits(collated)
+        while waiting and (passes is None or passes.have_room([len(prompts[k]) for k in (*active, waiting[0])], decoding)):
+            active.append(waiting.pop(0))
+        sequences = {number: [*prompts[number], *answers[number]] for number in active}
+        logits_BV = passes.logits(sequences) if passes else _logits_of_whole(engine, [*sequences.values()], collate)
         # on the host, so that ranks with the same logits choose the same token
         numbers = [uniform(decoding.seed, number, len(answers[number])) for number in active]
         uniform_B = torch.tensor(numbers, dtype=torch.float64)
@@ -86,6 +89,61 @@ def generate(
         active = [number for number in active if not decoding.is_complete(prompts[number], answers[number])]
     by_number = ChainMap(*state.gather(answers))
     return [by_number[number] for number in range(len(prompts))]
+
+
+def _logits_of_whole(engine: LogProbEngine, sequences: list[list[int]], collate: dict[str, Any]) -> Tensor:
+    """Return the logits after each sequence, [B, V], from a pass over all its tokens."""
+    # collated as in training, each with one response token, whose value is not used
+    examples = [KTOExample(prompt_ids=ids, response_ids=[collate["eos_id"]], desirable=True) for ids in sequences]
+    batch = kto_custom_collate(examples, **collate, with_kl=False)
+    return engine.next_token_logits(SequenceBatch.of(batch["samples"], batch["sample_labels"], batch["sample_lengths"]))
+
+
+@dataclass(kw_only=True)
+class NewTokenPasses:
+    """Forward passes over growing sequences, which compute only the tokens since the pass before."""
+
+    engine: LogProbEngine
+    _kept: KeptTokens = field(init=False, default_factory=KeptTokens)
+    _places: dict[int, range] = field(init=False, default_factory=dict)  # of each sequence in the last pack
+
+    def have_room(self, lengths: Iterable[int], decoding: Decoding) -> bool:
+        """Return whether prompts of these lengths and their answers have no more tokens than a micro-batch of training."""
+        limits, tokens = self.engine.limits, [min(n + decoding.max_new_tokens, decoding.seq_length) for n in lengths]
+        return len(tokens) == 1 or sum(tokens) <= (limits.tokens or decoding.seq_length * (limits.prompts or 1))
+
+    def logits(self, sequences: Mapping[int, Sequence[int]]) -> Tensor:
+        """Return the logits after each sequence, [B, V]; each has a number of its own, the same in all passes."""
+        if not sequences:
+            return self.engine.logits_of([], 0)
+        last, places = sum(map(len, self._places.values())), dict[int, range]()
+        order, tokens, positions, new = list[int](), list[int](), list[int](), list[int]()
+        for number, ids in sequences.items():
+            known, begin = self._places.get(number, range(0)), len(order)
+            order += [*known, *range(last + len(tokens), last + len(tokens) + len(ids) - len(known))]
+            tokens += ids[len(known) :]
+            positions += range(len(known), len(ids))
+            new += range(begin + len(known), len(order))
+            places[number] = range(begin, len(order))
+        index_B = torch.arange(len(sequences))
+        count_B = torch.tensor([len(ids) - len(self._places.get(number, ())) for number, ids in sequences.items()])
+        of_new = MicroBatch(
+            sequence_index_b=index_B,
+            tokens_bs=torch.tensor([tokens]),
+            positions_bs=torch.tensor([positions]),
+            segment_bs=index_B.repeat_interleave(count_B)[None],
+            owners_nb=torch.eye(len(index_B), dtype=torch.bool),
+            hidden_index_T=count_B.cumsum(dim=0) - 1,
+            target_T=torch.zeros_like(index_B),
+            logprob_T=index_B,
+            weight_T=None,
+            num_logprobs=len(index_B),
+        )
+        self._kept.order_t, self._kept.new_n = device.upload([torch.tensor(order), torch.tensor(new)])
+        (packed,) = PackedSequences.of([tuple(map(len, places.values()))])
+        packed.kept, self._places = self._kept, places
+        (micro_batch,) = MicroBatch.on_device([of_new])
+        return self.engine.logits_of([replace(micro_batch, packed=packed)], len(index_B))
 
 
 def choose_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_p: float, top_k: int = 0) -> Tensor:

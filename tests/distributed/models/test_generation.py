@@ -33,7 +33,8 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2_one_prompt": (2, {"expert": 2, "expert_tensor": 1}, {"prompts": 1}),  # the other rank has none
     "tp2_ep2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
 }
-QUICK = ("packed_cp2", "tp2_pp2_sequence_parallel", "ep2_one_prompt")
+QUICK = ("pp2", "packed_cp2", "tp2_pp2_sequence_parallel", "ep2_one_prompt")
+KEEP_TOKENS = ("tp2", "pp2", "dp2")  # layouts at which each pass computes only new tokens
 
 
 def answers(folder: Path, layout: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def answers(folder: Path, layout: dict[str, Any], options: dict[str, Any] | None
         for name, settings in (("greedy", decoding), ("drawn", replace(decoding, temperature=0.8, top_p=0.9)))
     }
     assert all(chunk.training for chunk in chunks)
-    return found
+    return found | {"keeps_tokens": runs.keeps_tokens()}
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,7 @@ def test_greedy_answers_are_those_of_transformers(
             )
             assert answer == whole[0, len(prompt) :].tolist()
             assert len(answer) == room
+        assert one_rank(family)["keeps_tokens"]
     found = one_rank("llama")
     assert all(drawn != greedy for drawn, greedy in zip(found["drawn"], found["greedy"], strict=True))
 
@@ -101,6 +103,7 @@ def test_same_answers_at_every_layout(
     layout: str,
 ) -> None:
     size, sizes, options = (LAYOUTS | MIXTURE_LAYOUTS)[layout]
-    expected = {name: found[: options.get("prompts")] for name, found in one_rank(family).items()}
+    expected = {name: one_rank(family)[name][: options.get("prompts")] for name in ("greedy", "drawn")}
+    expected["keeps_tokens"] = layout in KEEP_TOKENS
     for of_rank in ranks.run(size, answers, tiny_checkpoint(family), sizes, options):
         assert of_rank == expected
