@@ -79,9 +79,13 @@ def resume_tables() -> str:
 def alias_table() -> str:
     """Return the table of docs/start/from-trl.md with the names that other trainers use."""
     aliases = itertools.chain(migration.aliases().items(), *(recipe.aliases.items() for recipe in RECIPES.values()))
-    targets = ((alias, *target.partition(" ")[::2]) for alias, target in aliases)
-    rows = [(f"`{alias}`", f"`{key}` {hint}".rstrip()) for alias, key, hint in targets]
-    rows += [(f"`{name}`", f"none: {why}") for name, why in migration.without().items()]
+    names: dict[str, list[str]] = {}  # our key with its hint, or the reason for none -> names of others
+    for alias, target in aliases:
+        key, _, hint = target.partition(" ")
+        names.setdefault(f"`{key}` {hint}".rstrip(), []).append(f"`{alias}`")
+    for name, why in migration.without().items():
+        names.setdefault(f"none: {why}", []).append(f"`{name}`")
+    rows = [(", ".join(others), ours) for ours, others in names.items()]
     return markdown_table(("name", "our key"), rows)
 
 
