@@ -114,7 +114,7 @@ def test_llama_cpp_has_the_logits_of_transformers(
     def served(file: Path, answer: list[int], lora: Path | None = None) -> dict[str, Any]:
         settings = {"file": str(file), "lora": lora and str(lora), "prompt": prompt, "answer": answer}
         (tmp_path / "settings.json").write_text(json.dumps(settings))
-        command = ["node", llama_cpp / "logits.mjs", tmp_path / "settings.json"]
+        command: list[str | Path] = ["node", llama_cpp / "logits.mjs", tmp_path / "settings.json"]
         done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
