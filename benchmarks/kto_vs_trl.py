@@ -1,14 +1,15 @@
 """One KTO step compared with TRL's KTOTrainer: seconds, memory, and a check that all computed the same.
 
-    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--steps 3] [--rounds 1] [--threads 2] [--only NAME ...]
-                                    [--other-trl PYTHON]
+    python benchmarks/kto_vs_trl.py MODEL [--rows ROWS.jsonl] [--tokens 384] [--steps 3] [--rounds 1] [--threads 2]
+                                    [--only NAME ...] [--other-trl PYTHON]
 
 MODEL is a Hugging Face folder. All train it in fp32 on the CPU with the same number of threads, on the same 8 examples
 of up to 384 tokens with the same KL examples, constant learning rate, Adam and clipping. Each trainer runs in a
 separate process, one after the other, and again in each round; the medians are over all rounds. The first step of a
 process is not measured, and one more step is profiled: the share of matrix products is of the time of its operators. The
 table shows loss and KL of the last step: if they agree, all computed the same steps. nemo_kto runs with three reference
-modes; with adapters it trains fewer weights, so its losses differ.
+modes; with adapters fewer weights are trained, so that losses differ. Runs of TRL with adapters must be named; nf4
+needs bitsandbytes. Their adapters are in fp32, as the bf16 of TRL takes many times as long on CPUs without bf16 products.
 
 TRL is the one that is installed here. PYTHON is that of an environment with another version, which takes turns with it:
 
@@ -58,9 +59,15 @@ OURS = {
     "nemo_kto, reference cached": ["model.reference.mode=cached"],
     "nemo_kto, LoRA": [*LORA, "model.reference.mode=adapter"],
     "nemo_kto, LoRA, reference cached": [*LORA, "model.reference.mode=cached"],
+    "nemo_kto, LoRA, nf4": [*LORA, "model.reference.mode=adapter", "model.quantize=nf4"],
 }
-# Name of a run of TRL -> whether it uses gradient checkpointing.
-TRL = {"TRL, gradient checkpointing (its default)": True, "TRL, no gradient checkpointing": False}
+# Name of a run of TRL -> whether it uses gradient checkpointing, adapters and bitsandbytes.
+TRL: dict[str, dict[str, bool]] = {
+    "TRL, gradient checkpointing (its default)": {"gradient_checkpointing": True},
+    "TRL, no gradient checkpointing": {},
+    "TRL, LoRA": {"lora": True},
+    "TRL, LoRA, nf4": {"lora": True, "nf4": True},
+}
 OTHER = "other "
 RUNS = [*TRL, *(OTHER + name for name in TRL), *OURS]
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
@@ -117,8 +124,8 @@ class Clock:
         self.products = max(self.products, other.products)
 
 
-def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of random words whose lengths are spread evenly over the allowed range."""
+def make_rows(tokenizer: Any, *, longest: int = MAX_TOKENS, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of random words of up to ``longest`` tokens, whose lengths are spread evenly over the allowed range."""
     draw = random.Random(seed)
     words = "time people water light house story river garden letter music winter summer morning paper stone bridge".split()
 
@@ -127,7 +134,7 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
         return tokenizer.decode(ids[:tokens]).strip()
 
     def length(bounds: tuple[int, int], index: int) -> int:
-        return bounds[0] + (bounds[1] - bounds[0]) * index // (NUM_ROWS - 1)
+        return (bounds[0] + (bounds[1] - bounds[0]) * index // (NUM_ROWS - 1)) * longest // MAX_TOKENS
 
     rows = [
         {
@@ -142,11 +149,21 @@ def make_rows(tokenizer: Any, *, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_checkpointing: bool, folder: str) -> None:
+def run_trl(
+    model: Path,
+    rows: list[dict[str, Any]],
+    clock: Clock,
+    *,
+    folder: str,
+    gradient_checkpointing: bool = False,
+    lora: bool = False,
+    nf4: bool = False,
+) -> None:
     """Train with TRL's KTOTrainer; settings that are not given are its defaults."""
     import trl
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
     from trl.experimental.kto import KTOConfig, KTOTrainer
 
     clock.version = trl.__version__
@@ -163,9 +180,14 @@ def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_c
                 clock.losses.append(logs["loss"])
                 clock.kls.append(logs["kl"])
 
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32", bnb_4bit_use_double_quant=False
+    )
+    loading = {"dtype": "float32", "quantization_config": quantization if nf4 else None}
     trainer = KTOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
-        ref_model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(model, **loading),
+        ref_model=None if lora else AutoModelForCausalLM.from_pretrained(model, **loading),
+        peft_config=LoraConfig(r=16, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear") if lora else None,
         args=KTOConfig(
             output_dir=folder,
             use_cpu=True,
@@ -191,6 +213,8 @@ def run_trl(model: Path, rows: list[dict[str, Any]], clock: Clock, *, gradient_c
         train_dataset=Dataset.from_list(rows * clock.steps),
         callbacks=[Watch()],
     )
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     trainer.train()
 
 
@@ -289,7 +313,7 @@ def rows_to_use(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines[:NUM_ROWS]]
     from transformers import AutoTokenizer
 
-    return make_rows(AutoTokenizer.from_pretrained(arguments.model))
+    return make_rows(AutoTokenizer.from_pretrained(arguments.model), longest=arguments.tokens)
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -302,8 +326,7 @@ def work(arguments: argparse.Namespace) -> None:
         if arguments.work in OURS:
             run_ours(arguments.model, rows, clock, overrides=OURS[arguments.work], folder=folder)
         else:
-            checkpointing = TRL[arguments.work.removeprefix(OTHER)]
-            run_trl(arguments.model, rows, clock, gradient_checkpointing=checkpointing, folder=folder)
+            run_trl(arguments.model, rows, clock, folder=folder, **TRL[arguments.work.removeprefix(OTHER)])
     arguments.result.write_text(json.dumps(asdict(clock)))
 
 
@@ -363,6 +386,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--tokens", type=int, default=MAX_TOKENS, help="of the longest row without --rows, at most 384")
     parser.add_argument("--steps", type=int, default=3, help="steps that are measured, after one that is not")
     parser.add_argument("--rounds", type=int, default=1, help="how often each trainer has its turn")
     parser.add_argument("--threads", type=int, default=2)
@@ -373,11 +397,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work:
         return work(arguments)
-    names = arguments.only or [name for name in RUNS if arguments.other_trl or not name.startswith(OTHER)]
+    names = arguments.only or [name for name in RUNS if "LoRA" not in name or name in OURS]
+    names = [name for name in names if arguments.only or arguments.other_trl or not name.startswith(OTHER)]
     if not arguments.other_trl and any(name.startswith(OTHER) for name in names):
         parser.error("other TRL needs --other-trl PYTHON")
     results = run_in_turn(arguments, names)
-    told = f"{NUM_ROWS} rows of up to {MAX_TOKENS} tokens, fp32, {arguments.threads} threads"
+    told = f"{NUM_ROWS} rows of up to {arguments.tokens} tokens, fp32, {arguments.threads} threads"
     print(f"{told}, medians of {arguments.steps * arguments.rounds} steps\n")
     print(table(results))
     print(cost_of_the_reference(results))

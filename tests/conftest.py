@@ -25,6 +25,7 @@ import pytest
 
 from nemo_kto.device import device
 from tests.helpers import messages
+from tests.helpers.rank_pool import ensure_forkserver
 from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -93,10 +94,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def one_trial() -> Iterator[None]:
-    """The interpreter that tries models is started once, and not by each test that opens one."""
+    """The process that tries models is started once, and not by each test that opens one; it and others are forked."""
+    from nemo_kto.data.tokens import workers
     from nemo_kto.tools.inference import named_models, opening
 
+    start = workers.BoundedProcess.start
+
+    def fork(self: workers.BoundedProcess) -> None:
+        ensure_forkserver()
+        start(self)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "_START_METHOD", "forkserver")
+        patch.setattr(workers.BoundedProcess, "start", fork)
         patch.setattr(named_models, "trial", SimpleNamespace(start=opening.trial.start, close=lambda: 0))
         yield
     opening.trial.close()

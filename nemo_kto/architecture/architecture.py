@@ -54,9 +54,11 @@ class Architecture(ModelSizes):
     # and the up projection to [-l, l]; None for the unclamped activation in its usual form.
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None  # set only together with the limit
+    gate_multiplier: float = 1.0  # gates of the MLP are multiplied by it before their activation
+    mlp_multiplier: float = 1.0  # outputs of the MLP are multiplied by it
     experts: Experts | None = None
     expert_tensor_parallel: int = 1
-    base_format: str | None = None  # format of frozen linear layers, a name in ``base_format.FORMATS``; None: not quantized
+    base_format: str | None = None  # format of frozen linear layers, a name in ``FORMATS``; None: not quantized
 
     @property
     def unsupported_by_te(self) -> tuple[str, ...]:
@@ -84,6 +86,11 @@ class Architecture(ModelSizes):
         if self.parallel or self.family.one_part:
             return 1
         return 2 * (self.pre_norm + self.post_norm) + 3 * (self.experts is not None and self.experts.normed)
+
+    @property
+    def scaled_mlp(self) -> bool:
+        """Whether the MLP has factors of its own."""
+        return (self.gate_multiplier, self.mlp_multiplier) != (1.0, 1.0)
 
     @property
     def activation(self) -> str:
@@ -124,7 +131,7 @@ class Architecture(ModelSizes):
         number = self.sizes["experts"] if experts is None else experts
         has = self.layers_with[mapping.layers]
         for layer in layers:
-            if not has[layer] or mapping.mixer not in ("", self.mixers[layer].kind):
+            if not has[layer] or mapping.mixer not in ("", *self.mixers[layer].kinds):
                 continue
             if mapping.of_expert:
                 yield from ({"layer": layer, "expert": expert} for expert in range(number))
@@ -166,6 +173,7 @@ class Architecture(ModelSizes):
             "gate_and_up": 2 * self.ffn_hidden_size,
             "head": self.head_dim,
             "heads": self.num_attention_heads,
+            "key_heads": self.num_query_groups,
             "experts": 0 if self.experts is None else self.experts.number,
             "expert_ffn": 0 if self.experts is None else self.experts.ffn_hidden_size,
             "expert_gate_and_up": 0 if self.experts is None else 2 * self.experts.ffn_hidden_size,

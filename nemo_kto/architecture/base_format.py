@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.segments import held, segments, shards, source_shapes, split_dimension
-from nemo_kto.layers.layer_settings import FORMATS, BaseFormat
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.mixers.param_mapping import ParamMapping
-
-__all__ = ["FORMATS", "BaseFormat", "is_quantized", "width_problem"]
 
 
 def is_quantized(name: str, architecture: Architecture) -> bool:

@@ -73,6 +73,12 @@ def renamed(mappings: Iterable[ParamMapping], hf_names: Mapping[str, Mapping[str
     return tuple(replace(each, hf_names=others.get(each.mcore_name, each.hf_names)) for each in mappings)
 
 
+def with_final_norm(mappings: Iterable[ParamMapping], hf_name: str) -> Mappings:
+    """Return the mappings with another name of the last norm in the file."""
+    last = "decoder.final_layernorm.weight"
+    return tuple(replace(each, hf_names={hf_name: ("hidden",)}) if each.mcore_name == last else each for each in mappings)
+
+
 def without(mappings: Iterable[ParamMapping], *names: str) -> Mappings:
     """Return the mappings except those of parameters whose name in the layer begins with one of ``names``."""
     return tuple(each for each in mappings if not each.mcore_name.removeprefix(MCORE).startswith(names))

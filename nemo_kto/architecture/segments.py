@@ -139,6 +139,9 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
 
 def _grouped(lengths: list[tuple[int, int]], groups: int, architecture: Architecture) -> list[Segment]:
     """Return the segments of groups of heads whose parts have these sources and lengths, with padding."""
+    padding = -groups % architecture.tensor_parallel * sum(length for _, length in lengths)
+    if len(lengths) == 1:  # adjacent in the file too, where blocks of quantized weights may contain several
+        lengths, groups = [(lengths[0][0], groups * lengths[0][1])], 1
     sources = [source for source, _ in lengths]
     before = [sum(size for other, size in lengths[:number] if other == source) for number, source in enumerate(sources)]
     parts = [
@@ -146,7 +149,6 @@ def _grouped(lengths: list[tuple[int, int]], groups: int, architecture: Architec
         for group in range(groups)
         for begin, (source, length) in zip(before, lengths, strict=True)
     ]
-    padding = -groups % architecture.tensor_parallel * sum(length for _, length in lengths)
     return [*parts, Segment(source=None, start=0, length=padding)] if padding else parts
 
 

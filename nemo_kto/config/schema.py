@@ -16,7 +16,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
-from nemo_kto.architecture.base_format import FORMATS
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
 from nemo_kto.data.rows.data_sources import read_splits_string
 from nemo_kto.data.rows.reader import MAX_PROMPTS
@@ -24,6 +23,7 @@ from nemo_kto.data.rows.records import DROPS
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES
 from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import error_of
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import signals
 from nemo_kto.telemetry.watch import parse_duration

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,12 @@ class StoredWeight:
 
         With ``transposed`` the slice is that of the transpose of the matrix, as for the experts of gpt-oss.
         """
-        if self.quantization is None or self.quantization.method != form.name or self.swapped:
+        if self.quantization is None or self.quantization.method != form.name:
             return None
         where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
+        if self.swapped:
+            in_file = replace(self, shape=(*self.shape[:-2], self.shape[-1], self.shape[-2]), swapped=False)
+            return in_file.read_codes(opened, (*where[:-2], where[-1], where[-2]), form, transposed=not transposed)
 
         def part(end: str) -> Any:
             return opened(self.tensors[end].file).get_slice(self.name + end)

@@ -116,6 +116,7 @@ class TorchAttention(MegatronModule):
         qk_norm_after_rope: bool = False,  # the same with trained weights
         temperature: TemperatureTable | None = None,  # scaling of the queries
         value_norm: bool = False,  # normalise values, each head by its root mean square
+        qkv_limit: float | None = None,  # clamp queries, keys and values to [-limit, limit]
     ) -> None:
         super().__init__(config=config)
         required = {"apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "softmax_type": "vanilla"}
@@ -146,6 +147,7 @@ class TorchAttention(MegatronModule):
             self.q_layernorm, self.k_layernorm = (
                 TorchNorm(config, config.kv_channels, eps=config.layernorm_epsilon) for _ in range(2)
             )
+        self.qkv_limit = qkv_limit
         self.temperature = temperature
         if temperature is not None and temperature.with_rope != (self.rope is not None):
             self.temperature = None
@@ -198,6 +200,8 @@ class TorchAttention(MegatronModule):
             raise ValueError(f"attn_mask_type must be causal, got {attn_mask_type.name}")
         if self.value_norm_epsilon is not None:
             value = unit_norm(value, self.value_norm_epsilon)
+        if self.qkv_limit is not None:
+            query, key, value = (each.clamp(-self.qkv_limit, self.qkv_limit) for each in (query, key, value))
         if packed_seq_params is None:
             return self._attend(query, key, value, None)
         if packed_seq_params.prompts is not None and self.context is not None:

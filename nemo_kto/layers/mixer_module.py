@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
@@ -169,6 +170,21 @@ class RecurrentModule(MegatronModule):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+
+
+class AttentionBesideRecurrence(SelfAttention):  # type: ignore[misc]
+    """megatron-core's attention with a recurrent mixer of the same input; the sum of both, multiplied by two factors."""
+
+    def __init__(self, *args: Any, mixer: RecurrentSettings, factors: tuple[float, float], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recurrence = RecurrentModule(config=self.config, layer_number=self.layer_number, mixer=mixer)
+        self.factors = factors
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Mix [sequence, batch, hidden], of packed sequences with batch 1. No token takes in values of later ones."""
+        attended, _ = super().forward(hidden_states, *args, **kwargs)
+        mixed, _ = self.recurrence(hidden_states, packed_seq_params=kwargs.get("packed_seq_params"))
+        return torch.add(attended * self.factors[0], mixed, alpha=self.factors[1]), None
 
 
 class ReplicatedLinear(MegatronModule):

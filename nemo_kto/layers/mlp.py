@@ -36,6 +36,21 @@ class SwiGLU(MegatronModule):
         return activated
 
 
+class ScaledSwiGLU(SwiGLU):
+    """SwiGLU of scaled projections, silu(a gate) * b up."""
+
+    def __init__(self, *, config: TransformerConfig, gate: float, up: float) -> None:
+        super().__init__(config)
+        self.factors = gate, up
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """Map [..., 2 * f], the gate first, to [..., f]; the input is overwritten."""
+        width = gate_and_up.size(-1) // 2
+        for number, factor in enumerate(self.factors):
+            gate_and_up.narrow(-1, number * width, width).mul_(factor)
+        return super().forward(gate_and_up)
+
+
 class GeGLU(SwiGLU):
     """GeGLU activation, gelu(gate) * up, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 

@@ -114,15 +114,40 @@ class AllHeadsNorm(torch.nn.Module):
     def forward(self, x_sbhd: Tensor) -> Tensor:
         """Normalise this rank's heads [sequence, batch, heads, head size] by the root mean square over all ranks' heads."""
         group = parallel_state.get_tensor_model_parallel_group() if self.tensor_parallel > 1 else None
-        rank = 0 if group is None else dist.get_rank(group)
         local_heads, size = x_sbhd.shape[-2:]
-        first = rank * self.padded_heads // self.tensor_parallel
-        padding = max(first + local_heads - self.heads, 0)
-        weight_hd = F.pad(self.weight, (0, padding * size)).view(-1, size)[first : first + local_heads]
+        weight_hd = _own_heads(self.weight.view(-1, size), local_heads, self.padded_heads)
         copies = local_heads * self.tensor_parallel // self.padded_heads  # ranks that hold each head
         width = self.heads * size * copies
         normed: Tensor = _ShardedRMSNorm.apply(x_sbhd, weight_hd, width, self.eps, group)  # type: ignore[no-untyped-call]
         return normed
+
+
+class HeadNorms(torch.nn.Module):
+    """Layer norm of each head with weights of its own and no bias; the arguments and the weight are as in AllHeadsNorm."""
+
+    returns_residual = False  # megatron-core >= 0.18 reads it from every norm
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, padded_heads: int, **_: object
+    ) -> None:
+        super().__init__()
+        self.eps, self.padded_heads = eps, padded_heads
+        ones = torch.ones(heads, hidden_size, dtype=config.params_dtype, device=device.current_device())
+        self.weight = torch.nn.Parameter(ones)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x_sbhd: Tensor) -> Tensor:
+        """Normalise this rank's heads [sequence, batch, heads, head size] in fp32."""
+        weight_hd = _own_heads(self.weight, x_sbhd.size(-2), self.padded_heads)
+        return (F.layer_norm(x_sbhd.float(), x_sbhd.shape[-1:], eps=self.eps) * weight_hd.float()).to(x_sbhd.dtype)
+
+
+def _own_heads(weight_hd: Tensor, local_heads: int, padded_heads: int) -> Tensor:
+    """Return the rows of the weight for the heads of this tensor-parallel rank; zeros for padding heads."""
+    first = parallel_state.get_tensor_model_parallel_rank() * padded_heads
+    first //= parallel_state.get_tensor_model_parallel_world_size()
+    missing = max(first + local_heads - len(weight_hd), 0)
+    return F.pad(weight_hd, (0, 0, 0, missing))[first : first + local_heads]
 
 
 class _ShardedRMSNorm(torch.autograd.Function):

@@ -49,7 +49,7 @@ class QuantizedWeight(Tensor):
 
     def dense(self) -> Tensor:
         """Return the dense values, [out, in], in the dtype of the weight."""
-        return dequantize(self.quantized, self.form).to(self.dtype)
+        return dequantize(self.quantized, self.form, self.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

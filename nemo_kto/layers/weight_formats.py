@@ -7,6 +7,9 @@ alone, and the values do not depend on the layout of a run.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -14,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_kto.layers.layer_settings import BaseFormat
+from nemo_kto.layers.layer_settings import FORMATS, BaseFormat
+
+logger = logging.getLogger(__name__)
 
 
 class Quantized(NamedTuple):
@@ -34,12 +39,22 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
 _BIAS, _NO_NUMBER = 127, 255  # of e8m0, an exponent in 8 bits
 _LARGEST_EXPONENT = 2  # of e2m1
+_VALUES_AT_ONCE = 2**19  # of a matrix that is quantized
 SCALE_TYPES = {"nf4": torch.float32, "fp8": torch.float32, "mxfp4": torch.uint8}
 
 
 def quantize(values: Tensor, form: BaseFormat) -> Quantized:
-    """Quantize a matrix, [out, in], whose first row begins a block; blocks at its lower end may have fewer rows."""
-    values = values.float()
+    """Quantize a matrix, [out, in], whose first row begins a block; blocks at its lower end may have fewer rows.
+
+    Its rows are quantized in parts, so that temporary tensors are small beside those of a product with the matrix.
+    """
+    height = form.block[0]
+    rows = max(1, _VALUES_AT_ONCE // (height * values.size(1))) * height
+    parts = [_quantize(part.float(), form) for part in values.split(rows)]
+    return parts[0] if len(parts) == 1 else Quantized(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _quantize(values: Tensor, form: BaseFormat) -> Quantized:
     if form.name == "fp8":
         return _to_fp8(values, form.block)
     blocks, is_nf4 = values.unflatten(1, (-1, form.block[1])), form.name == "nf4"
@@ -53,8 +68,33 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     return F.embedding(packed.int(), _pairs("mxfp4", packed.device)).flatten(-2)
 
 
-def dequantize(quantized: Quantized, form: BaseFormat) -> Tensor:
-    """Return the values of matrices, [..., out, in] in fp32."""
+def dequantize(quantized: Quantized, form: BaseFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of matrices, [..., out, in]."""
+    codes, scales = quantized
+    if form.name == "nf4" and (kernel := nf4_kernel(codes.device, dtype)) is not None:
+        shape = (*codes.shape[:-1], 2 * codes.size(-1))
+        return kernel(codes.contiguous(), scales.flatten(), form.block[1], form.name, shape, dtype)
+    return _dequantize(quantized, form).to(dtype)
+
+
+@cache
+def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """Return bitsandbytes' operator if it is installed and has bitwise the values of the formula; None otherwise."""
+    if importlib.util.find_spec("bitsandbytes") is None or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    form, values = FORMATS["nf4"], (torch.linspace(-1.0, 1.0, 64 * 256, device=device) ** 3).view(64, 256)
+    codes, scales = stored = quantize(values, form)
+    try:
+        importlib.import_module("bitsandbytes")
+        kernel: Callable[..., Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
+        found = kernel(codes, scales.flatten(), form.block[1], form.name, values.shape, dtype)
+    except Exception as error:  # it may have no library for the device, or fit another release of torch
+        logger.warning("bitsandbytes is installed but not used (%s: %s); reinstall it", type(error).__name__, error)
+        return None
+    return kernel if torch.equal(found, _dequantize(stored, form).to(dtype)) else None
+
+
+def _dequantize(quantized: Quantized, form: BaseFormat) -> Tensor:
     codes, scales = quantized
     if form.name == "fp8":
         values = codes.view(torch.float8_e4m3fn).float()
@@ -79,7 +119,7 @@ def _to_mxfp4(blocks: Tensor, largest: Tensor) -> Quantized:
     scaled = blocks / _e8m0(exponents).unsqueeze(-1)
     values = torch.tensor(_POSITIVE, device=blocks.device)
     middles, size = (values[:-1] + values[1:]) / 2, scaled.abs()
-    lower, upper = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
+    lower, upper = (torch.bucketize(size, middles, out_int32=True, right=right) for right in (False, True))
     codes = torch.where(lower % 2 == 0, lower, upper)
     return Quantized((codes + 8 * torch.signbit(scaled)).to(torch.uint8), exponents)
 

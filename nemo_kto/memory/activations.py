@@ -98,7 +98,11 @@ class Activations(Saving):
         return self.norm(self.hidden, trained=self.adapters is None) + 3 * whole + 4 * self.architecture.hidden_size
 
     def _norms(self) -> float:
-        return self.architecture.norms * self.norm(self.hidden, trained=self.adapters is None)
+        if self.architecture.layer_norm:  # the input, mean and deviation
+            of_norm = self.element_bytes * self.hidden + 2 * FP32 * self.hidden / self.architecture.hidden_size
+        else:
+            of_norm = self.norm(self.hidden, trained=self.adapters is None)
+        return self.architecture.norms * of_norm
 
     def _mixers(self) -> Iterator[tuple[SequenceMixer, float]]:
         """Yield each sequence mixer of the model with the fraction of layers that have it."""

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.base_format import FORMATS, is_quantized
+from nemo_kto.architecture.base_format import is_quantized
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings
 from nemo_kto.architecture.parameters import RankParameter, rank_parameters
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.memory.activations import Activations
 from nemo_kto.models.flops import Block, ModelFlops, blocks_of
 
@@ -194,7 +195,7 @@ class RankMemory:
     optimizer: float
     activations: float  # saved for the backward passes of all in-flight micro-batches
     logprobs: float  # hidden states and logits of the last stage
-    dense: float  # the largest weight that is dequantized for a product; 0 if none is
+    dense: float  # the largest weight that is dequantized for a product, or quantized; 0 if none is
     working: float  # the largest temporary during the reduction of gradients and the update of weights
     heap: float  # allocator fragmentation: freed activations that the C library keeps and cannot reuse, see :attr:`device`
     offloaded: float  # optimizer state on the host
@@ -228,7 +229,7 @@ class RankMemory:
         passes = self.activations + self.logprobs
         if self.on_gpu:
             return CONTEXT + self.static + max(passes + self.dense, self.working)
-        loading = self.weights + self.gradients + self.file
+        loading = self.weights + self.gradients + self.file + self.dense  # a weight is dense before it is quantized
         return max(loading, self.static + passes + self.dense + self.heap + self.working + self.checkpoint)
 
 

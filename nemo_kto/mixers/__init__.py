@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_kto.mixers.attention_with_mamba import AttentionWithMamba
 from nemo_kto.mixers.gated_delta_net import GatedDeltaNet
 from nemo_kto.mixers.global_attention import GlobalAttention
 from nemo_kto.mixers.mamba2 import Mamba2
@@ -14,6 +15,7 @@ __all__ = [
     "NO_MIXER",
     "SOFTMAX_ATTENTION",
     "AttentionWindow",
+    "AttentionWithMamba",
     "GatedDeltaNet",
     "GlobalAttention",
     "LatentAttention",

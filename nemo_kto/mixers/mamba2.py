@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 else:
     torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
 
+_NORMED = "Mamba-2 with a norm"
 _KERNEL_CHUNK = 128  # tokens of a chunk in the kernel, as in the configurations of Nemotron
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2(SequenceMixer):
-    """Selective state space model of convolved inputs, with a gate and a norm over each group of its output.
+    """Selective state space model of convolved inputs, with a gate and, if ``normed``, a norm over each group of its output.
 
     The heads of a group have the same vectors into and out of the state; tensor parallelism does not divide it.
     """
@@ -68,6 +69,9 @@ class Mamba2(SequenceMixer):
     state_dim: int
     kernel: int  # tokens that the convolution combines
     step_limits: tuple[float, ...]  # smallest and largest step
+    normed: bool = True
+    # factors on gates, inputs, the vectors into and out of the state, and steps, as they are projected; empty: none
+    multipliers: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -77,6 +81,10 @@ class Mamba2(SequenceMixer):
             )
         if len(limits := self.step_limits) != 2 or not limits[0] < limits[1]:
             raise ValueError(f"time_step_limit must be the smallest and the largest step, got {[*limits]}; correct it")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (self.kind, *[_NORMED] * self.normed)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -143,15 +151,23 @@ class Mamba2(SequenceMixer):
         module.add_parameter("convolution_bias", module.groups * convolved)
         for name in ("decay_log", "step_bias", "skip"):
             module.add_parameter(name, module.groups * heads)
-        module.add_parameter("norm", module.groups * inner, value=1.0)
+        if self.normed:
+            module.add_parameter("norm", module.groups * inner, value=1.0)
+        if self.multipliers:
+            lengths = (inner, inner, self.state_dim, self.state_dim, heads)
+            factors = [factor for each, length in zip(self.multipliers, lengths, strict=True) for factor in [each] * length]
+            module.register_buffer("factors", torch.tensor(factors, device=device.current_device()), persistent=False)
 
     def mix(self, module: RecurrentModule, projected_tX: Tensor, lengths: tuple[int, ...], prompts: Prompts) -> Tensor:
         """Return the gated and normalised outputs of all tokens, [t, heads of this rank * size of a head]."""
         sizes = self.sizes
         inner, heads, state = sizes["mamba_inner_group"], sizes["mamba_heads_group"], self.state_dim
         parts = [inner, sizes["mamba_convolved_group"], heads]
-        convolution, convolution_bias, norm = module.own("convolution", "convolution_bias", "norm")
-        gate_tgI, values, step_tgr = projected_tX.unflatten(-1, (-1, sum(parts))).split(parts, -1)
+        convolution, convolution_bias = module.own("convolution", "convolution_bias")
+        projected_tgX = projected_tX.unflatten(-1, (-1, sum(parts)))
+        if self.multipliers:
+            projected_tgX = (projected_tgX * module.factors).to(projected_tX.dtype)
+        gate_tgI, values, step_tgr = projected_tgX.split(parts, -1)
         convolved_tc = causal_convolution(
             values.flatten(1), convolution.squeeze(1), convolution_bias, lengths=lengths, prompts=prompts
         )
@@ -169,19 +185,25 @@ class Mamba2(SequenceMixer):
         )
         output_tgI = (output_tgrP + input_tgrP.float() * skip.unsqueeze(-1)).flatten(-2)
         gated_tgI = output_tgI * F.silu(gate_tgI.float())
+        if not self.normed:
+            return gated_tgI.flatten(1).to(projected_tX.dtype)
         normed_tgI = F.rms_norm(gated_tgI, (inner,), eps=module.config.layernorm_epsilon)
-        return (normed_tgI.flatten(1) * norm).to(projected_tX.dtype)
+        return (normed_tgI.flatten(1) * module.own("norm")[0]).to(projected_tX.dtype)
 
 
-def mamba2_weights(block: str) -> tuple[ParamMapping, ...]:
-    """Return the mappings of the weights in layers with Mamba-2; ``block`` is the name of the mixer in the file."""
+def mamba2_weights(block: str, module: str = "self_attention") -> tuple[ParamMapping, ...]:
+    """Return the mappings of the weights in layers with Mamba-2.
+
+    Args:
+        block, module: names of the mixer in a layer of the file, and in ours.
+    """
 
     def weight(name: str, hf_name: str, shape: Shape, *parts: str, split: Split = Split.GROUPS) -> ParamMapping:
         return ParamMapping(
-            mcore_name=f"{MCORE}self_attention.{name}",
+            mcore_name=f"{MCORE}{module}.{name}",
             hf_names={f"{HF}{block}.{hf_name}": shape},
             split=split,
-            mixer=Mamba2.kind,
+            mixer=_NORMED if name == "norm" else Mamba2.kind,
             groups="mamba_groups",
             parts=tuple((0, part) for part in parts),
         )

@@ -62,6 +62,8 @@ class ModelSizes(ABC):
     all_heads_norm: bool = False  # the norm of ``qk_norm`` is taken over all heads of a token together
     value_norm: bool = False  # values are normalised, each head separately and without weights
     qk_norm_after_rope: bool = False  # the norm of ``qk_norm`` follows the rotation
+    head_norms: bool = False  # the norm of ``qk_norm`` is a layer norm of each head, with weights of its own
+    qkv_limit: float | None = None  # queries, keys and values, after norms, are clamped to at most this; None: not clamped
     zero_centered_norm: bool = False  # norms scale by 1 + weight
     attention_softcap: float | None = None  # scores become c tanh(score / c) with this c; None for no cap
 
@@ -207,7 +209,12 @@ class SequenceMixer(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Name, for ``ParamMapping.mixer``."""
+        """Name."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names for ``ParamMapping.mixer``: its layers have the parameters of mappings with one of them."""
+        return (self.kind,)
 
     @property
     def sizes(self) -> Mapping[str, int]:

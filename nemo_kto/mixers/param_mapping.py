@@ -53,7 +53,7 @@ class ParamMapping:
     required_flag: str = ""  # flag of ``Architecture`` without which the parameter does not exist; empty if it always exists
     layers: Layers = Layers.ALL  # layers that have the parameter
     transposed: bool = False  # the file stores the transpose of the weight with this shape
-    mixer: str = ""  # kind of the sequence mixer of the layers that have the parameter; empty: any
+    mixer: str = ""  # one of ``SequenceMixer.kinds`` in the layers that have the parameter; empty: any
     # With groups of heads: the size that is their number; and the parts of a group, each with the number of its weight and
     # the size that is its length. A weight of the file has its first part of all groups, then its second, and so on.
     groups: str = ""

@@ -41,6 +41,12 @@ def qk_norms(query: str, key: str) -> tuple[ParamMapping, ParamMapping]:
     )
 
 
+HEAD_NORMS = tuple(
+    _weight(f"{part}_layernorm.weight", {f"{_HF}{part}_norm.weight": (heads, "head")}, Split.REPLICATED, "qk_norm")
+    for part, heads in (("q", "heads"), ("k", "key_heads"))
+)
+
+
 NORMS_AFTER_ROPE = (
     _weight("core_attention.q_layernorm.weight", {_HF + "query_layernorm.weight": ("head",)}, Split.REPLICATED),
     _weight("core_attention.k_layernorm.weight", {_HF + "key_layernorm.weight": ("head",)}, Split.REPLICATED),
@@ -87,6 +93,7 @@ class SoftmaxAttention(SequenceMixer):
             "interleaved RoPE": architecture.family.interleaved_rotary,
             "query and key norms after RoPE": architecture.rotated_norm or architecture.qk_norm_after_rope,
             "norms of values": architecture.value_norm,
+            "clamped queries, keys and values": architecture.qkv_limit is not None,
             "attention temperature scaling": architecture.temperature is not None,
             "gated attention": architecture.output_gate,
             f"heads whose size is not a multiple of {HEAD_MULTIPLE}": architecture.head_dim % HEAD_MULTIPLE > 0,
@@ -149,8 +156,14 @@ class SoftmaxAttention(SequenceMixer):
             is_copied = saving.element_bytes < FP32
             saved += (saving.element_bytes + FP32 * is_copied) * key_value + FP32 * key_value / architecture.head_dim
             saved -= saving.element_bytes * (query + 2 * key_value) * norms_copy(saving)
+        if core and architecture.qkv_limit is not None:  # before they are clamped
+            saved += saving.element_bytes * (query + 2 * key_value)
         if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
             saved += saving.element_bytes * query + 2 * FP32
+        elif architecture.qk_norm and architecture.head_norms:
+            # inputs in fp32, of which keys may be a view of the fused tensor; normalised; mean and deviation of each head
+            saved += FP32 * (query + key_value * (saving.element_bytes < FP32) + 2 * heads)
+            saved += FP32 * (query + key_value) * (saving.adapters is None)
         elif architecture.qk_norm:
             is_view = saving.norms_in_few_passes and not architecture.qk_norm_after_rope  # of the fused tensor
             keys = 0 if is_view else key_value
@@ -187,7 +200,7 @@ class SoftmaxAttention(SequenceMixer):
 
         from nemo_kto.layers.attention import GatedAttention, TorchAttention, with_shared_prompts
         from nemo_kto.layers.mlp import with_bias
-        from nemo_kto.layers.norm import AllHeadsNorm, TorchNorm
+        from nemo_kto.layers.norm import AllHeadsNorm, HeadNorms, TorchNorm
         from nemo_kto.layers.rope_tables import RopeTable, TemperatureTable
 
         attention = layer.submodules.self_attention
@@ -212,12 +225,14 @@ class SoftmaxAttention(SequenceMixer):
                 "qk_norm_after_rope": architecture.qk_norm_after_rope,
                 "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
                 "value_norm": architecture.value_norm,
+                "qkv_limit": architecture.qkv_limit,
                 "local_rope": None if local_rope is None else RopeTable(rope=local_rope),
             },
         )
-        if architecture.all_heads_norm:
+        if architecture.all_heads_norm or (architecture.qk_norm and architecture.head_norms):
+            norm = AllHeadsNorm if architecture.all_heads_norm else HeadNorms
             parts.q_layernorm, parts.k_layernorm = (
-                ModuleSpec(module=AllHeadsNorm, params={"heads": heads, "padded_heads": padded})
+                ModuleSpec(module=norm, params={"heads": heads, "padded_heads": padded})
                 for heads, padded in (
                     (architecture.num_attention_heads, architecture.padded_attention_heads),
                     (architecture.num_query_groups, architecture.padded_query_groups),

@@ -40,7 +40,7 @@ def blocks_of(
         # decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight belongs to mlp.experts
         path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").replace(".local_experts.{expert}", "")
         block = path.rpartition(".linear_")[0]
-        if block in adapted:
+        if (block := block if block in adapted else block.partition(".")[0]) in adapted:
             adapted[block] += (mapping,)
     shared = architecture.experts is not None and architecture.experts.shared_ffn_hidden_size > 0
     mixture = (EXPERTS, SHARED_EXPERTS) if shared else (EXPERTS,)

@@ -26,13 +26,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.base_format import FORMATS, is_quantized
+from nemo_kto.architecture.base_format import is_quantized
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
 from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel, uses_transformer_engine
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 from nemo_kto.layers.attention import PackedSequences, RepeatedHeads, packed_attention
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.mlp import (
     XIELU,
     BalancedRouter,
@@ -42,6 +43,7 @@ from nemo_kto.layers.mlp import (
     CorrectedRouter,
     GeGLU,
     NormedRouter,
+    ScaledSwiGLU,
     SquaredReLU,
     SwiGLU,
     normed_experts,
@@ -62,7 +64,8 @@ def transformer_config(
     **settings: Any,
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # raises SplitError if the layers cannot be partitioned
-    fuses_activation = compiles() and architecture.activation == "silu" and architecture.swiglu_limit is None
+    is_usual = architecture.activation == "silu" and architecture.swiglu_limit is None and not architecture.scaled_mlp
+    fuses_activation = compiles() and is_usual
     # all windows (or chunks) of a family have the same size
     windows = [window for window in architecture.windows if window is not None]
     return TransformerConfig(
@@ -233,6 +236,9 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
     if architecture.swiglu_limit is not None:
         settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}
         activation = ModuleSpec(module=ClampedSwiGLU, params=settings)
+    if architecture.scaled_mlp:
+        factors = {"gate": architecture.gate_multiplier, "up": architecture.mlp_multiplier}
+        activation = ModuleSpec(module=ScaledSwiGLU, params=factors)
     mlp = _submodules(parts.mlp)
     for spec in [_submodules(mlp.experts), _submodules(mlp.shared_experts)] if hasattr(mlp, "experts") else [mlp]:
         spec.activation_func = activation

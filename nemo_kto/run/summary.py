@@ -135,7 +135,7 @@ def _adapters_text(run: ResolvedRun, architecture: Architecture) -> str:
 
 def _slow_paths(run: ResolvedRun, architecture: Architecture, limits: MicroBatchLimits) -> list[str]:
     """Return :func:`~nemo_kto.device.kernels.slow_paths` of a run."""
-    kinds, size = {mixer.kind for mixer in architecture.mixers}, run.architecture.largest_head
+    kinds, size = {kind for mixer in architecture.mixers for kind in mixer.kinds}, run.architecture.largest_head
     return slow_paths(
         run.dtype,
         tensor_parallel=run.cfg.model.tensor_model_parallel_size,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from playwright.sync_api import Browser, Page, expect
 from tests.helpers.commands import CLI, environment
 from tests.helpers.tiny_models import make_rows, write_rows
 
-pytest.importorskip("gradio", reason="needs the extra ui")
-pytestmark = pytest.mark.browser
+# Not imported, which takes seconds: the server does.
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(find_spec("gradio") is None, reason="needs the extra ui")]
 MINUTES = 60_000  # milliseconds each
 SETTINGS = "hardware=cpu model.data.seq_length=64 batch=8 epochs=200 export.report=false"
 

@@ -10,6 +10,7 @@ import gc
 gc.disable()  # nothing of what an import leaves is garbage, and looking for it is half the time that imports take
 
 import torch  # noqa: E402
+import transformers.models.llama.configuration_llama  # noqa: E402, F401  (imports most of transformers)
 
 import nemo_kto.run.train  # noqa: E402, F401
 import tests.helpers.composed  # noqa: E402, F401

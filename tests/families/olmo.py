@@ -22,13 +22,13 @@ TESTS = FamilyTests(
     tiny={
         "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
         "olmo2": {"tie_word_embeddings": False},
-        "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
+        "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "clip_qkv": 1.2},
     },
     models={
         "olmoe-1b": Model(
             "olmoe", {
                 "rope_parameters": rope(5e5), "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16,
-                **NO_TOKENS,
+                "clip_qkv": 1.2, **NO_TOKENS,
             }, "mixture", quick=True, lora=adapters("all"), adapted_experts=4 * 8 * 3,
         ),
         "olmo2": Model("olmo2", {"rope_parameters": rope(5e5), **NO_TOKENS}, lora=adapters("all")),

@@ -82,6 +82,7 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.errors",
     "psutil",
     "tests.helpers.composed",
+    "transformers.models.llama.configuration_llama",  # imports most of transformers
 )
 # What training imports besides.
 TRAINING = (

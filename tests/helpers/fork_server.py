@@ -27,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import IO, Any, NoReturn
 from unittest import mock
@@ -127,8 +128,17 @@ def _server() -> str:
     """Address of the server, which is started on first use and ends with this process."""
     address = os.path.join(tempfile.mkdtemp(prefix="forked_"), "socket")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    from tests.helpers.rank_pool import ensure_forkserver  # imports torch, which this server does when it is needed
+
+    ensure_forkserver()
+    forker: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    given = [address, forker._forkserver_address, str(forker._forkserver_alive_fd)]
     server: subprocess.Popen[bytes] = subprocess.Popen(
-        [sys.executable, __file__, address], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, __file__, *given],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[forker._forkserver_alive_fd],
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
@@ -197,6 +207,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.update(request["env"])
     if (device := sys.modules.get("nemo_kto.device.device")) is not None:
         device.on_gpu.cache_clear()  # it depends on the environment
+    if (workers := sys.modules.get("nemo_kto.data.tokens.workers")) is not None:
+        setattr(workers, "_START_METHOD", "forkserver")  # noqa: B010
     searched = [folder for folder in request["env"].get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = ["", *searched, *_INSTALLED]
     importlib.invalidate_caches()
@@ -318,8 +330,16 @@ def _end(status: int) -> NoReturn:
     os._exit(status & 0xFF)
 
 
+def _use_forkserver(address: str, alive: int) -> None:
+    """Let multiprocessing fork from the forkserver of the process that started this one, in the forked commands too."""
+    forker: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    forker._forkserver_address, forker._forkserver_alive_fd = address, alive
+    forker.ensure_running = resource_tracker.ensure_running
+
+
 def _main() -> None:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    _use_forkserver(sys.argv[2], int(sys.argv[3]))
     given = {os.path.abspath(folder) for folder in search_path().split(os.pathsep)}
     _INSTALLED[:] = [folder for folder in sys.path[1:] if folder not in given]
     request, files = _serve(sys.argv[1], sys.stdin.buffer)

@@ -39,7 +39,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype = torch.float32, max
     """Write a model of random weights, biases and norms included, with a tokenizer."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # transformers starts norms at one, biases and some weights at zero
-            if parameter.dim() == 1 or name.endswith("_bias") or not parameter.any():
+            if parameter.dim() == 1 or name.endswith("_bias") or not parameter.any() or bool((parameter == 1).all()):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):

@@ -34,7 +34,7 @@ _SIZES = {
     "num_local_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "index_head_dim": 8, "index_n_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
     "linear_key_head_dim": 12, "linear_value_head_dim": 8, "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 12,
-    "n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "sliding_window": 8,
+    "n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_d_ssm": 128, "sliding_window": 8,
     "attention_chunk_size": 8, "rotary_dim": 8, "num_hidden_layers": LAYERS, "block_ff_dim": 144, "block_multiple_of": 16,
 }  # fmt: skip
 _AT_MOST = {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "floor_scale": 6}

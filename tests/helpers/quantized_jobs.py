@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_kto.architecture.base_format import FORMATS, is_quantized
+from nemo_kto.architecture.base_format import is_quantized
 from nemo_kto.architecture.family import name_in_file, prefixes_of
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.config.resolved import ModelFiles
@@ -24,6 +24,7 @@ from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface.hf_weights import export, load_weights
 from nemo_kto.huggingface.peft import export_adapter, load_adapter
 from nemo_kto.huggingface.rank_weights import gather_weights, rank_adapters, rank_weights, sends_weights
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.quantized_weight import QuantizedWeight
 from nemo_kto.layers.weight_formats import dequantize, quantize
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
@@ -124,8 +125,7 @@ def adapted(
     hf_jobs._backward(wrapped, model)
     for weight in rank_adapters(wrapped, architecture, settings, {}):
         weight.parameter.data.copy_(weight.parameter.main_grad)  # type: ignore[attr-defined]
-    if not settings.dora:
-        export_adapter([model], architecture, out=out / "gradients", base_model=folder)
+    export_adapter([model], architecture, out=out / "gradients", base_model=folder)
     return found
 
 

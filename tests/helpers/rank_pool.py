@@ -15,20 +15,34 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 500
-# Found from the repository's root, where pytest is started; from elsewhere each rank imports it, which is only slow.
-PRELOADED = ["tests.distributed.preload"]
+PRELOADED = ["tests.distributed.preload"]  # found from the repository's root
 # What gloo says where ranks have not met: several pools on a machine take ports and give them back all the time, and now and
 # then a rank connects to one that has just changed hands. Nothing of the job has happened then, and it is begun again.
 NOT_CONNECTED, ATTEMPTS = "Gloo connectFullMesh failed", 3
 # Some jobs, those with experts most of all, leave process groups behind that Python cannot see. The thread of each wakes a
 # hundred times a second: a thousand of them took half of the processors' time. A worker that has more is replaced by a fork.
 MAX_THREADS = 100
+
+
+@cache
+def ensure_forkserver() -> None:
+    """Start the process that ranks and bounded processes are forked from, unless it runs."""
+    forkserver.set_forkserver_preload(PRELOADED)
+    before = os.getcwd()
+    os.chdir(REPOSITORY)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
 
 
 def _worker(number: int, inbox: Any, outbox: Any) -> None:
@@ -68,7 +82,7 @@ class RankPool:
 
     def __init__(self, *, max_ranks: int = 4) -> None:
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        ensure_forkserver()
         self._max_ranks = max_ranks
         self._workers: list[tuple[Any, Any]] = []
         self._outbox: Any = self._context.Queue()

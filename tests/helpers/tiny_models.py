@@ -89,7 +89,7 @@ def _write_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     # Norm weights and biases start at one and zero, where a lost or exchanged one would not be detected.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("_bias"):
+            if parameter.dim() == 1 or name.endswith("_bias") or bool((parameter == 1).all()):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):

@@ -36,6 +36,7 @@ def kto(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
     words = ["model.data.data_prefix=rows.jsonl", "model.data.cache_dir=cache", "model.data.seq_length=64"]
     words += ["model.global_batch_size=4", "hardware=cpu", "trainer.kto.save_interval=1", "trainer.precision=32"]
     words += ["model.data.splits_string='100,0,0'", "export.enabled=false", "export.report=false"]
+    words += ["exp_manager.samples.count=0", "exp_manager.create_tensorboard_logger=false"]
     return run([*CLI, "kto", *words, *given], cwd=folder, env=environment(), preload=TRAINING, timeout=300)
 
 

@@ -108,15 +108,15 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     "gzip: wrong checksum": ("a.jsonl.gz", gzip.compress(LINE)[:-8] + bytes(8), Message("a.jsonl.gz", "gzip", "again")),
     "gzip: a gigabyte of empty lines": (
         "a.jsonl.gz",
-        gzip.compress(LINE + b"\n") + gzip.compress(b"\n" * 2**24) * 64,
+        gzip.compress(LINE + b"\n") + gzip.compress(b"\n" * 2**20) * 1024,
         Message("a.jsonl.gz:", "1,048,576", "empty lines", "remove"),
     ),
     "gzip: a row after empty lines": ("a.jsonl.gz", gzip.compress(LINE + b"\n" * 2**20 + LINE), READ),
     "gzip: two files": ("a.jsonl.gz", gzip.compress(LINE + b"\n") + gzip.compress(LINE), READ),
-    "gzip: 100 MB of zeros": ("a.jsonl.gz", gzip.compress(bytes(10**8)), Message("a.jsonl.gz:1", "67,108,864 bytes")),
+    "gzip: 100 MB of zeros": ("a.jsonl.gz", gzip.compress(bytes(10**6)) * 100, Message("a.jsonl.gz:1", "67,108,864 bytes")),
     "gzip: 100 MB in a quote": (
         "a.csv.gz",
-        gzip.compress(HEADER + b'"' + (b"x" * 999 + b"\n") * 10**5),
+        gzip.compress(HEADER + b'"') + gzip.compress((b"x" * 999 + b"\n") * 10**3) * 100,
         Message("a.csv.gz:2", "67,108,864 bytes", "quoted"),
     ),
     "zstd: cut": ("a.jsonl.zst", zstd(LINE)[:-3], Message("a.jsonl.zst")),

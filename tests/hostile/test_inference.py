@@ -187,7 +187,7 @@ def test_each_command_refuses_it(
 ) -> None:
     damage, expected, commands = TABLES[of][case]
     damage(place / of)
-    monkeypatch.setattr(opening, "MAX_SECONDS", 60 if expected is TIME or "CPU time" not in expected.parts else 2)
+    monkeypatch.setattr(opening, "MAX_SECONDS", 60 if expected is TIME or "CPU time" not in expected.parts else 0.5)
     printed = error_of_command(commands[command].split(), capsys)
     assert printed == expected
     assert "Traceback" not in printed

@@ -95,7 +95,7 @@ def test_containers_share_memory_and_lock_pages() -> None:
     assert [each for each in started if "--gpus all --ipc=host --ulimit memlock=-1 " not in each[1]] == []
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_build_imports_all_that_a_run_needs(broken: bool, tmp_path: Path) -> None:
     """Without Transformer Engine in the base, and with one that cannot be loaded."""
     text = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")

@@ -80,8 +80,7 @@ class Runs:
             "model.data.seq_length=48", "model.global_batch_size=8", "model.micro_batch_size=4", "recipe=auto",
             "trainer.devices=2", "trainer.precision=32", "trainer.kto.max_epochs=2", "trainer.kto.max_steps=5",
             "trainer.kto.val_check_interval=2", "trainer.kto.save_interval=0", "model.optim.lr=5e-4",
-            "exp_manager.create_tensorboard_logger=false",
-            "export.report=false",
+            "exp_manager.create_tensorboard_logger=false", "export.report=false", "exp_manager.samples.count=0",
         ]  # fmt: skip
 
     def run(self, name: str, *given: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,10 @@ from tests.helpers import hf_jobs, hf_models
 from tests.helpers.published_configs import counts, published, small, text_model, write
 from tests.parity.test_multimodal import store
 
-ONE_GROUP = ("ibm-granite--granite-4.0-h-350m", "ibm-granite--granite-4.0-h-tiny")  # of heads, which one rank holds
+ONE_GROUP = (  # of heads, which one rank holds
+    *("ibm-granite--granite-4.0-h-350m", "ibm-granite--granite-4.0-h-tiny"),
+    "tiiuae--Falcon-H1-0.5B-Base",
+)
 OTHERS = {
     name for name in {published(name)["architectures"][0]: name for name in counts()}.values() if name not in ONE_GROUP
 } | {"nvidia--Nemotron-H-56B-Base-8K", "mistralai--Devstral-2-123B-Instruct-2512"}

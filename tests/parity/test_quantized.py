@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nemo_kto.huggingface.hf_weights import check_weights
 from nemo_kto.huggingface.quantized import separate_experts, stored_weights
 from nemo_kto.layers.layer_settings import FORMATS as BASE_FORMATS
 from nemo_kto.layers.weight_formats import dequantize
+from nemo_kto.layers.weight_formats import quantize as to_format
 from nemo_kto.model_files.safetensors_files import read_header
 from tests.helpers import hf_jobs, hf_models
 
@@ -205,6 +207,32 @@ def test_codes_of_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
             found = dequantize(codes, BASE_FORMATS["fp8"])
             assert torch.equal(found, joined.read(lambda _: opened, (1, *where)).T)
         assert joined.read_codes(lambda _: opened, (1,), BASE_FORMATS["nf4"], transposed=True) is None
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_codes_of_joined_experts_that_are_stored_transposed(form: str, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(2)
+    values = torch.randn(2, 48, 256, generator=draw)
+    if form == "fp8":
+        stored = {f"x.weight{end}": part for end, part in FORMS["float-channel"](values, draw)[0].items()}
+        config, wanted = CONFIGS["float-channel"], (2, 256, 48)
+    else:
+        parts = [to_format(matrix, BASE_FORMATS[form]) for matrix in values]
+        blocks = torch.stack([part.codes.unflatten(1, (-1, 16)) for part in parts])
+        stored = {"x.weight_blocks": blocks, "x.weight_scales": torch.stack([part.scales for part in parts])}
+        config, wanted = {"quant_method": "mxfp4"}, (2, 48, 256)
+    save_file(stored, tmp_path / "x.safetensors")
+    quantization = read_quantization({"quantization_config": config})
+    found = stored_weights(read_header(tmp_path / "x.safetensors", quantized=True)[0], quantization)[0]["x.weight"]
+    assert found.shape == (2, wanted[2], wanted[1])
+    weight, transposed = replace(found, shape=wanted, swapped=True), form == "fp8"
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
+        for rows, columns in ((slice(10, 41), slice(128, 256)), (slice(30, 48), slice(None))):
+            where = (1, columns, rows) if transposed else (1, rows, columns)
+            codes = weight.read_codes(lambda _: opened, where, BASE_FORMATS[form], transposed=transposed)
+            assert codes is not None
+            expected = weight.read(lambda _: opened, where)
+            assert torch.equal(dequantize(codes, BASE_FORMATS[form]), expected.T if transposed else expected)
 
 
 # A model in each form, the tensors that are quantized, and how the start of a run describes it.

@@ -131,8 +131,7 @@ def compare_dpo(
     ("loss", "tensor_parallel"),
     [
         ("sigmoid", 2),
-        ("mpo", 2),
-        ("wpo", 2),
+        *(pytest.param(loss, 2, marks=pytest.mark.full) for loss in ("mpo", "wpo")),
         *(pytest.param(loss, tensor, marks=pytest.mark.full) for loss in ("ipo", "hinge", "normed") for tensor in (1, 2)),
         pytest.param("sigmoid", 1, marks=pytest.mark.full),
     ],

@@ -1,18 +1,14 @@
-"""Command R, R7B and A: attention and MLP in parallel, layer norms; in R7B and A RoPE in layers with a window only."""
+"""Command R, R+, R7B and A: attention and MLP in parallel, layer norms; in R7B and A RoPE in layers with a window only."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive, Switch
-from nemo_kto.architecture.family import SLIDING_LAYERS, Family, check_constants
+from nemo_kto.architecture.family import SLIDING_LAYERS, Family
 from nemo_kto.architecture.mappings import DENSE, without
-from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
 from nemo_kto.mixers.param_mapping import replicated
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from nemo_kto.mixers.softmax_attention import HEAD_NORMS
 
 
 class CohereFields(ModelFields):
@@ -41,19 +37,14 @@ COHERE2 = Family(
 )
 
 
-def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
-    check_constants(config, {"use_qk_norm": False})  # Command R+ has layer norms with weights for each head
-    return (SOFTMAX_ATTENTION,) * config.num_hidden_layers
-
-
 COHERE = replace(
     COHERE2,
     name="cohere",
     hf_architecture="CohereForCausalLM",
-    published="Command R, Aya 23, Aya Expanse",
+    published="Command R, Command R+, Aya 23, Aya Expanse",
+    mappings=COHERE2.mappings + HEAD_NORMS,
+    flags={**COHERE2.flags, "qk_norm": "use_qk_norm", "head_norms": True},
     window=("", ""),
     layer_pattern="",
     rope_in_windows=False,
-    own=("use_qk_norm",),
-    mixers=_mixers,
 )

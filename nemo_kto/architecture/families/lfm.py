@@ -11,7 +11,7 @@ from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, OrZero, PartCount, Positive, Switch
 from nemo_kto.architecture.family import ExpertFields, Family, check_constants
-from nemo_kto.architecture.mappings import DENSE, correction_bias, renamed, separate_experts, with_experts
+from nemo_kto.architecture.mappings import DENSE, correction_bias, renamed, separate_experts, with_experts, with_final_norm
 from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer, ShortConvolution
 from nemo_kto.mixers.mixer import round_up
 from nemo_kto.mixers.param_mapping import Shape
@@ -98,11 +98,7 @@ _LAYER: dict[str, dict[str, Shape]] = {
     "self_attention.q_layernorm.weight": {"self_attn.q_layernorm.weight": ("head",)},
     "self_attention.k_layernorm.weight": {"self_attn.k_layernorm.weight": ("head",)},
 }
-_FINAL = {"model.embedding_norm.weight": ("hidden",)}
-_MAPPINGS = tuple(
-    replace(each, hf_names=_FINAL) if each.mcore_name.startswith("decoder.final_layernorm.") else each
-    for each in renamed(DENSE + qk_norms("head", "head"), {**_LAYER, **_MLP})
-)
+_MAPPINGS = with_final_norm(renamed(DENSE + qk_norms("head", "head"), {**_LAYER, **_MLP}), "model.embedding_norm.weight")
 LFM2 = Family(
     name="lfm2",
     hf_architecture="Lfm2ForCausalLM",

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, PartCount, Positive, Switch
-from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family, check_constants
+from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import DENSE, POST_NORMS, separate_experts, without
-from nemo_kto.mixers import SOFTMAX_ATTENTION, SequenceMixer
 from nemo_kto.mixers.softmax_attention import qk_norms
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class OlmoeFields(ModelFields):
     clip_qkv: Positive | None = None
     num_experts: PartCount = ABSENT
     norm_topk_prob: Switch = ABSENT
-
-
-def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
-    check_constants(config, {"clip_qkv": None})
-    return (SOFTMAX_ATTENTION,) * config.num_hidden_layers
 
 
 OLMOE = Family(
@@ -37,9 +27,8 @@ OLMOE = Family(
     ),
     fields=OlmoeFields,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "qk_norm": True, "all_heads_norm": True},
-    own=("clip_qkv",),
+    numbers={"qkv_limit": "clip_qkv"},
     experts=ExpertFields(number="num_experts", normalized="norm_topk_prob"),
-    mixers=_mixers,
 )
 OLMO2 = Family(
     name="olmo2",

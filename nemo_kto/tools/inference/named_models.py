@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.architecture.base_format import FORMATS
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.tokens.rendering import renderer
 from nemo_kto.errors import UserError
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.model_files.adapter_files import ADAPTER_CONFIG
 from nemo_kto.model_files.checkpoint_files import CHECKPOINTS, best_of, find_checkpoints, is_checkpoint
 from nemo_kto.model_files.hub import HUB, is_hub_name, local_folder, pin

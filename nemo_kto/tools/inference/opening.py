@@ -52,7 +52,7 @@ def open_model(
 ) -> Any:
     """Load a model with a class of transformers, and merge adapters in PEFT format, without network access and foreign code.
 
-    With ``base_format``, a name in ``base_format.FORMATS``, the base model is quantized, and the adapters are not merged.
+    With ``base_format``, a name in ``layer_settings.FORMATS``, the base model is quantized, and the adapters are not merged.
     ``accept`` gets architectures and num_labels of config.json before weights are read, and may raise a UserError. Raises
     UserError if a file is damaged or outside its folder, weights are missing, or building the model reaches a limit.
     """

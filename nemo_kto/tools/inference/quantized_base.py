@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_kto.architecture.architecture import Architecture, read_architecture
-from nemo_kto.architecture.base_format import FORMATS, BaseFormat, is_quantized
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.base_format import is_quantized
+from nemo_kto.layers.layer_settings import FORMATS, BaseFormat
 from nemo_kto.layers.weight_formats import Quantized, dequantize, quantize
-from nemo_kto.utils.text import print_error
 
 _IN_LAYER = re.compile(r"layers\.(?:\d+|\{layer\})\.(?P<module>.+)")
+_JOINED_DIM = 3  # of [experts, out, in]
 
 
 class QuantizedLinear(nn.Module):
@@ -34,7 +35,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, [out, in], which peft reads for DoRA."""
-        return dequantize(Quantized(self.codes, self.scales), self._form).to(self._dtype)
+        return dequantize(Quantized(self.codes, self.scales), self._form, self._dtype)
 
     def forward(self, input_BSI: Tensor) -> Tensor:
         return F.linear(input_BSI, self.weight, self.bias)
@@ -42,25 +43,27 @@ class QuantizedLinear(nn.Module):
 
 @torch.no_grad()
 def quantize_base(model: nn.Module, folder: Path, base_format: str, *, start: str) -> None:
-    """Quantize the linear layers that the training quantizes, one after the other; adapters are left as they are.
+    """Quantize the weights that the training quantizes, one after the other; adapters are left as they are.
 
-    ``folder`` is that of the base model, and ``start`` the beginning of the names of its text model's modules. The experts
-    of a mixture are not modules in transformers; such a base stays as it is, which is printed.
+    ``folder`` is that of the base model, and ``start`` the beginning of the names of its text model's modules. The routed
+    experts of a layer, which transformers joins in parameters, get the values of the format and stay dense.
     """
     architecture = replace(read_architecture(folder, tensor_parallel=1), base_format=base_format)
-    if architecture.experts is not None:
-        print_error(f"nemo-kto: {folder} has experts, and is not quantized to {base_format} as in the training")
-        return
-    names, form = _quantized_modules(architecture), FORMATS[base_format]
+    mappings = [each for each in architecture.family.mappings if is_quantized(each.mcore_name, architecture)]
+    modules, form = {_in_layer(name) for each in mappings for name in each.hf_names}, FORMATS[base_format]
     for name, module in [*model.named_modules()]:
-        own = _IN_LAYER.search(name.removesuffix(".base_layer")) if name.startswith(start) else None
-        if own is not None and own["module"] in names and isinstance(module, nn.Linear):
+        if name.startswith(start) and isinstance(module, nn.Linear) and _in_layer(name) in modules:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, QuantizedLinear(linear=module, form=form))
+    joined = [each for each in (*mappings, *architecture.family.joined) if each.joins_experts]
+    transposed = {_in_layer(name) for each in joined if each.transposed for name in each.hf_names}
+    for name, parameter in model.named_parameters():
+        if name.startswith(start) and ".experts." in name and parameter.dim() == _JOINED_DIM:
+            for matrix in parameter.mT if _in_layer(name) in transposed else parameter:
+                matrix.copy_(dequantize(quantize(matrix, form), form, matrix.dtype))
 
 
-def _quantized_modules(architecture: Architecture) -> set[str]:
-    """Return the names below a layer of the modules that are quantized."""
-    mappings = [each for each in architecture.family.mappings if is_quantized(each.mcore_name, architecture)]
-    found = [_IN_LAYER.search(name.removesuffix(".weight")) for each in mappings for name in each.hf_names]
-    return {match["module"] for match in found if match is not None}
+def _in_layer(name: str) -> str | None:
+    """Return the name of a module or weight below its layer; None if it is in none."""
+    found = _IN_LAYER.search(name.replace(".base_layer", "").removesuffix(".weight"))
+    return None if found is None else found["module"]

@@ -14,6 +14,7 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.errors import UserError
+from nemo_kto.layers.layer_settings import FORMATS
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
@@ -70,7 +71,7 @@ def _resident(field: str) -> float:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan_memory")
     make_checkpoint(folder / "model", "llama", **SIZES)
-    make_checkpoint(folder / "small", "llama")
+    make_checkpoint(folder / "small", "llama", hidden_size=128, intermediate_size=128, head_dim=32)
     experts: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024}
     make_checkpoint(folder / "mixture", "qwen2_moe", **SIZES, **experts)
     make_checkpoint(folder / "small_mixture", "qwen2_moe")
@@ -83,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("world_size", "overrides"),
     [
         (1, LORA),
-        (1, [*LORA, "model.quantize=nf4"]),
+        *[(1, [*LORA, f"model.quantize={form}"]) for form in FORMATS],
         (2, [TENSOR, "model.sequence_parallel=true", "model.reference.mode=swap"]),
         (1, [CACHED, *FULL]),
         (1, [CACHED, "trainer.precision=bf16-forced"]),
@@ -106,17 +107,18 @@ def test_a_run_uses_the_planned_memory(place: Path, tmp_path: Path, world_size: 
         *overrides,
     ]
     peaks, plans = zip(*run(place, tmp_path / "first", world_size, common), strict=True)
-    if not _near(peaks, plans):  # threads of libraries take a varying amount of memory: the minimum of two runs
+    tolerance = 0.1 if any("quantize" in override for override in overrides) else TOLERANCE
+    if not _near(peaks, plans, tolerance):  # threads of libraries take a varying amount of memory: the minimum of two runs
         again = [peak for peak, _ in run(place, tmp_path / "second", world_size, common)]
         peaks = tuple(map(min, peaks, again))
     for peak, planned in zip(peaks, plans, strict=True):
         planned_mb = {name: round(value / 1e6) for name, value in planned.items()}
         print(f"measured {peak / 1e6:,.0f} MB, planned {planned['in all'] / 1e6:,.0f} MB: {planned_mb}")
-    assert _near(peaks, plans), (peaks, plans)
+    assert _near(peaks, plans, tolerance), (peaks, plans)
 
 
-def _near(peaks: Sequence[float], plans: Sequence[dict[str, float]]) -> bool:
-    return list(peaks) == [pytest.approx(planned["in all"], rel=TOLERANCE) for planned in plans]
+def _near(peaks: Sequence[float], plans: Sequence[dict[str, float]], tolerance: float) -> bool:
+    return list(peaks) == [pytest.approx(planned["in all"], rel=tolerance) for planned in plans]
 
 
 def run(place: Path, folder: Path, world_size: int, overrides: list[str]) -> list[tuple[float, dict[str, float]]]:

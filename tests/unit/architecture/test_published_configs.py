@@ -86,17 +86,27 @@ def test_sizes_of_gemma_4_with_layer_embeddings_are_refused(tmp_path: Path) -> N
             read_architecture(write({**config, "text_config": config["text_config"] | changes}, tmp_path), tensor_parallel=1)
 
 
-COHERE = {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "use_qk_norm": True}
-OLMOE = {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "clip_qkv": 8.0}
-PHIMOE = {"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "input_jitter_noise": 0.01}
+PHIMOE = {
+    "architectures": ["PhimoeForCausalLM"],
+    "model_type": "phimoe",
+    "input_jitter_noise": 0.01,
+    "lm_head_bias": True,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
-        pytest.param(COHERE, ("use_qk_norm must be false for cohere", "got true", "choose"), id="Command R+"),
-        pytest.param(OLMOE, ("clip_qkv must be null for olmoe", "got 8.0", "choose"), id="OLMoE"),
-        pytest.param(PHIMOE, ("'PhimoeForCausalLM'", "not supported", "experts at random", "choose"), id="phimoe"),
+        *(
+            pytest.param({**published("tiiuae--Falcon-H1-0.5B-Base"), **changes}, parts, id=f"Falcon-H1 {parts[0]}")
+            for changes, parts in (
+                ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, ("mamba_norm_before_gate", "false", "got true")),
+                ({"projectors_bias": True}, ("projectors_bias", "must be false", "got true", "choose")),
+                ({"ssm_multipliers": [1.0] * 4}, ("ssm_multipliers", "a list of five positive floats", "correct")),
+                ({"mamba_n_groups": 5}, ("mamba_n_groups", "divisible", "got 24 and 5", "correct")),
+            )
+        ),
+        pytest.param(PHIMOE, ("'PhimoeForCausalLM'", "experts at random", "bias of the output", "choose"), id="phimoe"),
         *(
             pytest.param({"architectures": [name], "model_type": "x"}, (f"'{name}'", "not supported", "choose"), id=name)
             for name in ("MiMoForCausalLM", "BailingMoeV2ForCausalLM")

@@ -14,7 +14,7 @@ from nemo_kto.cli.command import tool
 from nemo_kto.config import compose
 from nemo_kto.config.checker import read_positions
 from nemo_kto.errors import UserError
-from tests.helpers.commands import CLI, run_here
+from tests.helpers.commands import CLI, environment, run, run_here
 from tests.helpers.documented import REPOSITORY
 from tests.helpers.messages import Message, raises
 from tests.helpers.outputs import assert_output
@@ -106,9 +106,9 @@ def test_completions() -> None:
     """As the shell asks for them."""
 
     def completed(*words: str) -> list[str]:
-        env = {**os.environ, "_NEMO_KTO_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words)}
+        env = {**environment(), "_NEMO_KTO_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words)}
         env["COMP_CWORD"] = str(len(words) - 1)
-        done = subprocess.run(CLI, env=env, capture_output=True, text=True, check=False)
+        done = run(CLI, cwd=REPOSITORY, env=env)
         assert done.stderr == ""
         return [line.partition(",")[2] for line in done.stdout.splitlines()]
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from nemo_kto.layers import weight_formats
 from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.quantized_weight import QuantizedWeight
-from nemo_kto.layers.weight_formats import E2M1, NF4, Quantized, dequantize, quantize
+from nemo_kto.layers.weight_formats import E2M1, NF4, Quantized, dequantize, nf4_kernel, quantize
+
+CPU = torch.device("cpu")
 
 
 def matrix(rows: int = 200, columns: int = 256) -> Tensor:
@@ -41,7 +48,44 @@ def test_nf4_is_that_of_bitsandbytes() -> None:
         ours = quantize(values, FORMATS["nf4"])
         assert torch.equal(ours.codes.flatten(), codes.flatten())
         assert torch.equal(ours.scales.flatten(), state.absmax)
-        assert torch.equal(dequantize(ours, FORMATS["nf4"]).to(dtype), functional.dequantize_4bit(codes, state))
+        assert nf4_kernel(CPU, dtype) is not None
+        parts = Quantized(ours.codes[3:90, 32:96], ours.scales[3:90, 1:3])
+        for each in (ours, parts):  # in dtype by the kernel, in fp64 by the formula
+            expected = dequantize(each, FORMATS["nf4"], torch.float64).to(dtype)
+            assert torch.equal(dequantize(each, FORMATS["nf4"], dtype), expected)
+        assert torch.equal(dequantize(ours, FORMATS["nf4"], dtype), functional.dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize(("error", "is_used"), [(0.0, True), (1e-7, False), (None, False)])
+def test_a_kernel_is_used_if_its_values_are_those_of_the_formula(
+    error: float | None, is_used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = matrix()
+    expected = dequantize(stored := quantize(values, FORMATS["nf4"]), FORMATS["nf4"], torch.float64).float()
+    calls: list[torch.dtype] = []
+
+    def operator(codes: Tensor, scales: Tensor, block: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert (block, name) == (64, "nf4")
+        if error is None:
+            raise RuntimeError("no library")
+        calls.append(dtype)
+        pairs = torch.tensor(NF4)[torch.stack([codes >> 4, codes & 15], dim=-1).long()]
+        return ((pairs.view(-1, block) * scales.unsqueeze(-1)).view(shape) * (1 + error)).to(dtype)
+
+    installed = ModuleType("bitsandbytes")
+    installed.__spec__ = ModuleSpec("bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", installed)
+    packet = SimpleNamespace(dequantize_4bit=SimpleNamespace(default=operator))
+    monkeypatch.setattr(torch.ops, "bitsandbytes", packet, raising=False)
+    nf4_kernel.cache_clear()
+    try:
+        assert (nf4_kernel(CPU, torch.float32) is operator) == is_used
+        found = dequantize(stored, FORMATS["nf4"])
+    finally:
+        nf4_kernel.cache_clear()
+    assert torch.equal(found, expected)
+    assert len(calls) == 2 * is_used + (error == 1e-7)
+    assert ("no library); reinstall it" in caplog.text) == (error is None)
 
 
 def test_mxfp4_is_that_of_the_files_of_gpt_oss() -> None:
@@ -79,6 +123,14 @@ def test_fp8_has_a_scale_for_128_by_128_values() -> None:
 def test_bytes_are_those_of_the_plan(form: str) -> None:
     stored = quantize(matrix(), FORMATS[form])
     assert sum(part.nbytes for part in stored) == FORMATS[form].bytes_of((200, 256))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_parts_of_a_matrix_are_quantized_like_the_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = quantize(matrix(300), FORMATS[form])
+    monkeypatch.setattr(weight_formats, "_VALUES_AT_ONCE", 100 * 256)
+    parts = quantize(matrix(300), FORMATS[form])
+    assert all(torch.equal(part, expected) for part, expected in zip(parts, whole, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMATS)

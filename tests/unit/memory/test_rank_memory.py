@@ -319,3 +319,5 @@ def test_a_quantized_base(architecture: Architecture, form: str, element: int, p
     assert found.weights == pytest.approx(dense.weights - values * (element - per_value))
     assert (found.dense, dense.dense) == (in_product * max(each.numel for each in linear), 0)
     assert found.device - found.weights - found.dense == dense.device - dense.weights
+    loading = first(replace(architecture, base_format=form), **settings, largest_file=10**9)
+    assert loading.device == 10**9 + loading.weights + loading.gradients + loading.dense

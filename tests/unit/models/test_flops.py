@@ -111,6 +111,15 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.parametrize(("module", "rows"), [("q_proj", "query"), ("in_proj", "mamba_in")])
+def test_adapters_on_both_mixers_of_a_layer_count(module: str, rows: str, tmp_path: Path) -> None:
+    architecture = read_architecture(make_checkpoint(tmp_path, "falcon_h1"), tensor_parallel=1)
+    settings = LoRASettings(rank=4, alpha=8, target_modules=(module,))
+    flops, sizes = ModelFlops.of_model(architecture, adapters=settings), architecture.sizes
+    added = architecture.num_layers * 2 * settings.rank * (sizes["hidden"] + sizes[rows])
+    assert flops.forward.per_token - flops.disabled.per_token == added
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_flops_with_adapters_equal_the_count_of_torch(tiny_llama: Path, name: str) -> None:
     """Frozen weights have no gradient, nor has what lies before the first adapter; adapters have all of theirs."""

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from nemo_kto.records import notification
-from tests.helpers.commands import environment, is_alive
+from tests.helpers import fork_server
+from tests.helpers.commands import REPOSITORY, environment, is_alive
 from tests.helpers.run_folders import write_run
 
 LINES = [{"step": 1, "train/loss": 0.5}, {"step": 3, "train/loss": 0.25}, {"step": 3, "val/loss": 0.375}]
@@ -46,9 +47,10 @@ ENDS = {
 
 
 def ended(folder: Path, target: str, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", RUN, str(folder), target, code]
+    words = ["-c", RUN, str(folder), target, code]
     env = {**environment(), "MY_TOKEN": "abcdefghi", **variables}
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    preload = ("nemo_kto.records.notification", "nemo_kto.records.run_record")
+    return fork_server.run(words, cwd=REPOSITORY, env=env, preload=preload, timeout=60)
 
 
 def test_a_sender_that_has_died_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nemo_kto.architecture.base_format import FORMATS
+from nemo_kto.layers.layer_settings import FORMATS
 from nemo_kto.layers.weight_formats import dequantize, quantize
 from nemo_kto.tools.inference.named_models import base_format_of
 from nemo_kto.tools.inference.opening import open_model

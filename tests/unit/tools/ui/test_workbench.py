@@ -125,7 +125,11 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
+    ids=lambda number: number.name,
+)
 def test_the_end_of_the_page_stops_its_run(tmp_path: Path, number: signal.Signals) -> None:
     pytest.importorskip("gradio", reason="needs the extra ui")
     program, told = tmp_path / "program", tmp_path / "told"
