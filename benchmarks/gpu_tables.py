@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ _ABOUT = {
     "llama-1b": "A step has 64 rows of 128 to 4,096 tokens, 33,000 in all, and as many tokens of KL examples; TRL gets "
     "the same rows. What is not named is the default.",
 }
-SHOWN = 14  # kernels of a profile
+SHOWN = 8  # kernels of a profile
 _PHASES = ("data", "reference", "reference_swap", "kl", "forward_backward", "optimizer")
 
 
@@ -41,8 +42,7 @@ def page(file: Path) -> str:
     for step, title in _TITLES.items():
         found = dict(steps[step].of(step)) if step in steps else {}
         end = found.pop(END, None)
-        ours = newest_of(file, "llama-1b") if step == "trl" else None
-        text += ["", f"## {title}", "", *_body(step, found, ours.of("llama-1b") if ours else {}), _ending(step, end, found)]
+        text += ["", f"## {title}", "", *_body(step, found), _ending(step, end, found)]
     return "\n".join(text) + "\n"
 
 
@@ -66,7 +66,7 @@ def _ending(step: str, end: Mapping[str, Any] | None, found: Mapping[str, Any]) 
     return f"Ended with status {end['status']} after {end['seconds']:.0f} s."
 
 
-def _body(step: str, found: Mapping[str, dict[str, Any]], ours: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+def _body(step: str, found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     if not found:
         return
     if step in _ABOUT:
@@ -74,7 +74,7 @@ def _body(step: str, found: Mapping[str, dict[str, Any]], ours: Mapping[str, dic
     if step == "tests":
         yield from _tests(found)
     elif step in ("llama-1b", "qwen-7b", "trl"):
-        yield from _steps(found, ours)
+        yield from _steps(found)
     else:
         yield from ("| measurement | found |", "|---|---|")
         yield from (f"| {name} | {'; '.join(_flat(each))} |" for name, each in found.items())
@@ -89,32 +89,33 @@ def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name} {f'{value:.3g}' if isinstance(value, float) else value}"
 
 
-def _steps(found: Mapping[str, dict[str, Any]], ours: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """A table of settings, and what the profiled ones spend their time on."""
-    yield (
-        "| setting | tokens/s | s a step | MFU | peak GB (planned) | loss, first and last | "
-        + " | ".join(_PHASES)
-        + " | the rest |"
-    )
-    yield "|---" * (7 + len(_PHASES)) + "|"
-    for name, each in [*found.items(), *((f"nemo_kto, {name}", each) for name, each in ours.items() if name != END)]:
+def _steps(found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """A table of settings, and the operations on which the profiled ones spend their time."""
+    parts = (*_PHASES, "the rest") if any("phases" in each for each in found.values()) else ()
+    heads = ("setting", "tokens/s", "s a step", "MFU", "peak GB (planned)", "loss, first and last", *parts)
+    yield _row(*heads)
+    yield "|---" * len(heads) + "|"
+    for name, each in found.items():
         if "error" in each:
-            yield f"| {name} | **{each['error'].replace('|', '/')}** |" + " |" * (5 + len(_PHASES))
+            error = textwrap.shorten(each["error"].replace("|", "/"), 80)
+            yield _row(name, f"**{error}**", *[""] * (len(heads) - 2))
             continue
         seconds, phases = each["seconds"], dict(each.get("phases", {}))
         if phases:  # the swap is a part of the reference's phase
             phases["reference"] = phases.get("reference", 0.0) - phases.get("reference_swap", 0.0)
-        shares = [f"{phases.get(phase, 0.0) / seconds:.1%}" if phases else "" for phase in _PHASES]
-        rest = f"{1 - sum(phases.values()) / seconds:.1%}" if phases else ""
+        phases["the rest"] = seconds - sum(phases.values())
+        shares = [f"{phases.get(part, 0.0) / seconds:.1%}" if "phases" in each else "" for part in parts]
         mfu = f"{each['MFU']:.1%}" if each.get("MFU") else ""
-        planned = f" ({each['planned GB']:.1f})" if "planned GB" in each else ""
-        yield (
-            f"| {name} | {each['tokens per second']:,.0f} | {seconds:.3f} | {mfu} | {each['peak GB']:.1f}{planned} | "
-            f"{each['losses'][0]:.4f}, {each['losses'][-1]:.4f} | " + " | ".join([*shares, rest]) + " |"
-        )
+        memory = f"{each['peak GB']:.1f}" + (f" ({each['planned GB']:.1f})" if "planned GB" in each else "")
+        losses = f"{each['losses'][0]:.4f}, {each['losses'][-1]:.4f}"
+        yield _row(name, f"{each['tokens per second']:,.0f}", f"{seconds:.3f}", mfu, memory, losses, *shares)
     for name, each in found.items():
         if profile := each.get("profile"):
             yield from _profile(name, profile)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _profile(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
@@ -133,6 +134,9 @@ def _profile(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
 def _tests(found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     counts = Counter(each["result"].split(":")[0].strip("*") for each in found.values())
     yield ", ".join(f"{count} {result}" for result, count in counts.items()) + "."
-    yield from ("", "| test | result | s |", "|---|---|---|")
+    others: dict[str, list[str]] = {}
     for name, each in found.items():
-        yield f"| {name.removeprefix('tests/gpu/')} | {each['result']} | {each['seconds']:.1f} |"
+        if each["result"] != "passed":
+            others.setdefault(each["result"], []).append(name.removeprefix("tests/gpu/"))
+    yield from ("", "| result | tests |", "|---|---|")
+    yield from (f"| {result} | {', '.join(names)} |" for result, names in others.items())

@@ -131,6 +131,17 @@ def is_run_by(file: str, block: Block) -> bool:
     return path.is_file() and all(word in path.read_text(encoding="utf-8") for word in words)
 
 
+def test_the_documentation_has_at_most_50_000_words() -> None:
+    """Marks of tables, lists and fences are no words; the history of changes does not count."""
+    read = [page for page in DOCUMENTS if page.name == "README.md" or REPOSITORY / "docs" in page.parents]
+    words = {names(page): sum(any(map(str.isalnum, word)) for word in text_of(page).split()) for page in read}
+    largest = ", ".join(f"{page} {words[page]:,}" for page in sorted(words, key=words.__getitem__, reverse=True)[:8])
+    assert len(words) > 40
+    assert sum(words.values()) <= 50_000, (
+        f"{sum(words.values()):,} words; shorten a page, or link to another. Largest: {largest}"
+    )
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_no_foreign_words(document: Path) -> None:
     assert not OUT_OF_PLACE.findall(text_of(document))

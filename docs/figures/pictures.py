@@ -25,7 +25,7 @@ from playwright.sync_api import sync_playwright
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parents[1] / "examples" / "quickstart" / "thumbs.csv"
 WORDS = "fields=prompt:question,response:answer,label:thumb template=true batch=8 steps=12 lr=2e-5"
-PROMPTS = ("What is the capital of Belgium?", "What is the opposite of hard?")
+PROMPTS = ("What is the capital of Germany?", "What is the opposite of hard?")
 COLUMNS = 92  # of a terminal
 LINE, CHARACTER, MARGIN = 19, 8.05, 16  # pixels
 DARK, INK, TYPED, FAINT = "#16181d", "#d7dae0", "#8fd18a", "#8b9099"

@@ -26,19 +26,25 @@ def command_contexts() -> Iterator[click.Context]:
 
 def commands() -> str:
     """Return a section for each command: its usage, its description, its arguments and options."""
-    return "\n\n".join(map(_section, command_contexts()))
+    shown: dict[tuple[str, str], str] = {}  # name and meaning of an option -> first command that has it
+    return "\n\n".join(_section(context, shown) for context in command_contexts())
 
 
-def _section(context: click.Context) -> str:
+def _section(context: click.Context, shown: dict[tuple[str, str], str]) -> str:
     parameters, path = context.command.params, context.command_path
     arguments = [parameter for parameter in parameters if isinstance(parameter, click.Argument)]
     usage = " ".join([path, *map(_in_usage, arguments)]) + (" [OPTION ...]" if len(arguments) < len(parameters) else "")
-    rows = [[_escaped(text) for text in (f"`{_name(parameter)}`", parameter.help or "")] for parameter in parameters]
+    options = [(_name(parameter), parameter.help or "") for parameter in parameters]
+    first = [shown.setdefault(option, path) for option in options]
+    rows: dict[str, list[str]] = {}  # meaning -> options
+    for (name, text), command in zip(options, first, strict=True):
+        rows.setdefault(f"as for `{command}`" if command != path and first.count(command) > 2 else text, []).append(name)
+    cells = [(f"`{_escaped(', '.join(names))}`", _escaped(text)) for text, names in rows.items()]
     parts = [
         f"## {path}",
         f"```text\n{usage}\n```",
         _paragraphs(context.command.help or ""),
-        markdown_table(("argument", "meaning"), rows),
+        markdown_table(("argument", "meaning"), cells),
     ]
     return "\n\n".join(filter(None, parts))
 

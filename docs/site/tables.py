@@ -24,10 +24,13 @@ from nemo_kto.utils.text import markdown_table
 def key_tables() -> str:
     """Return the tables of reference/configuration.md: the keys common to all algorithms, then those specific to each."""
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
-    first, *others = keys.values()
+    first, *others = ([_general(key, name) for key in own] for name, own in keys.items())
     shared = [key for key in first if all(key in other for other in others)]
-    groups = [(name, list(group)) for name, group in itertools.groupby(shared, key=lambda key: key.name.split(".")[0])]
-    groups += [(f"Only `nemo-kto {name}`", [key for key in own if key not in shared]) for name, own in keys.items()]
+    sections = list(dict.fromkeys(key.name.split(".")[0] for key in shared))
+    groups = [(name, [key for key in shared if key.name.split(".")[0] == name]) for name in sections]
+    groups += [
+        (f"Only `nemo-kto {name}`", [key for key in own if _general(key, name) not in shared]) for name, own in keys.items()
+    ]
     tables = []
     for title, group in groups:
         rows = ((f"`{key.name}`", f"{_sentence(key.comment)}<br>{_default(key)}") for key in group)
@@ -35,11 +38,22 @@ def key_tables() -> str:
     return "\n\n".join(tables)
 
 
+def _general(key: Key, algorithm: str) -> Key:
+    """Return a key with NAME for the section of its algorithm, so that equal keys of two algorithms are equal."""
+    return key._replace(name=re.sub(rf"^(trainer|model)\.{algorithm}\.", r"\1.NAME.", key.name))
+
+
+# Kinds of values that the default and the comment of a key show, and words of a constraint that add nothing to them.
+_PLAIN = ("true or false", "an integer", "a float", "a string", "a mapping", "a list of strings")
+_FILLERS = {"a", "or", "not", "empty", "null"}
+
+
 def _default(key: Key) -> str:
-    """Return the default of a key with its type, but for kinds of values that the default shows, and its constraint."""
+    """Return the default of a key, with its type and constraint unless the comment has all their words."""
     kind, _, constraint = key.type.partition(", ")
-    text = constraint if kind in ("true or false", "an integer", "a float", "a string") else key.type
-    return f"Default `{key.default}`" + (f"; {text}" if text else "")
+    text = constraint if kind.removesuffix(" or null") in _PLAIN else key.type
+    words, known = (set(re.findall(r"[\w-]+", each)) for each in (text, key.comment))
+    return f"Default `{key.default}`" + (f"; {text}" if words - known - _FILLERS else "")
 
 
 def _sentence(comment: str) -> str:
@@ -65,9 +79,13 @@ def resume_tables() -> str:
 def alias_table() -> str:
     """Return the table of docs/start/from-trl.md with the names that other trainers use."""
     aliases = itertools.chain(migration.aliases().items(), *(recipe.aliases.items() for recipe in RECIPES.values()))
-    targets = ((alias, *target.partition(" ")[::2]) for alias, target in aliases)
-    rows = [(f"`{alias}`", f"`{key}` {hint}".rstrip()) for alias, key, hint in targets]
-    rows += [(f"`{name}`", f"none: {why}") for name, why in migration.without().items()]
+    names: dict[str, list[str]] = {}  # our key with its hint, or the reason for none -> names of others
+    for alias, target in aliases:
+        key, _, hint = target.partition(" ")
+        names.setdefault(f"`{key}` {hint}".rstrip(), []).append(f"`{alias}`")
+    for name, why in migration.without().items():
+        names.setdefault(f"none: {why}", []).append(f"`{name}`")
+    rows = [(", ".join(others), ours) for ours, others in names.items()]
     return markdown_table(("name", "our key"), rows)
 
 
