@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -108,8 +109,8 @@ def assert_complete(rounds: Path, *, answers: int, output: str) -> list[float]:
 
 SERVER = """
 import os, socket, sys, time
-open("pid", "w").write(str(os.getpid()))
 with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as listener:
+    open("pid", "w").write(str(os.getpid()))
     while True:
         connection, _ = listener.accept()
         connection.sendall(b"SSH-2.0-none\\r\\n")
@@ -127,9 +128,11 @@ def with_server(folder: Path, serve: str, endpoint: str, *words: str) -> list[st
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        number: int = free.getsockname()[1]
-        return number
+    """A free port outside the range that the system gives to other processes meanwhile."""
+    for number in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
+            return number
+    raise AssertionError("no free port")
 
 
 @pytest.mark.parametrize(

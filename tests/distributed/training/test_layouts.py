@@ -232,15 +232,3 @@ def test_a_resumed_run_is_bitwise_equal(name: str, layout: str, steps: int, jobs
     assert trajectory(resumed) == trajectory(whole)
     expected = weights(whole / "hf")
     assert all(torch.equal(values, expected[weight]) for weight, values in weights(resumed / "hf").items())
-
-
-def test_parallelism_page_lists_the_tested_layouts() -> None:
-    """Each line of its table is a run, with the layouts at which it is compared."""
-    from tests.distributed.models import test_experts
-
-    page = (Path(__file__).parents[3] / "docs" / "scale" / "parallelism.md").read_text(encoding="utf-8")
-    tested: dict[str, list[str]] = {}
-    for name, layout in [*EVERY_CASE, *((f"experts: {name}", layout) for name, layout in test_experts.EVERY_CASE)]:
-        tested.setdefault(name, []).append(f"`{layout}`")
-    for name, layouts in tested.items():
-        assert f"| {name} | {', '.join(sorted(set(layouts)))} |" in page.splitlines()
