@@ -46,7 +46,7 @@ def decayed(folder: Path) -> set[str]:
     return {name for name, parameter in chunks[0].named_parameters() if id(parameter) in found}
 
 
-@pytest.mark.parametrize("family", ["cohere", "olmoe"])
+@pytest.mark.parametrize("family", ["cohere", "olmo2"])
 def test_norms_have_no_weight_decay(family: str, ranks: RankPool, tiny_checkpoint: Callable[..., Path]) -> None:
     """Neither those with a weight for each head, which are matrices."""
     (found,) = ranks.run(1, decayed, tiny_checkpoint(family))
