@@ -364,6 +364,15 @@ def test_single_fields(name: str, changes: dict[str, Any], parts: tuple[str, ...
         read_architecture(tmp_path, tensor_parallel=1)
 
 
+def test_rotary_dim_of_minimax_m3(tmp_path: Path) -> None:
+    """It takes the place of a partial_rotary_factor that is null or absent."""
+    for factor in ({"partial_rotary_factor": None}, {}):
+        config = published(M3)
+        text = {name: value for name, value in config["text_config"].items() if name != "partial_rotary_factor"}
+        folder = write({**config, "text_config": {**text, **factor, "rotary_dim": 32}}, tmp_path)
+        assert len(read_architecture(folder, tensor_parallel=1).rope.frequencies) == 32 // 2
+
+
 @pytest.mark.parametrize("kind", ["type", "rope_type"])
 def test_older_names_of_longrope(kind: str, tmp_path: Path) -> None:
     """Of Phi-3-mini-128k, whose files had another one in each of three revisions."""
