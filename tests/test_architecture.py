@@ -527,9 +527,9 @@ def test_the_deliberate_faults_apply_to_the_code_as_it_is() -> None:
 
 # Families that tests choose for a trait, or as any model. The others are in no test but the matrices over all families.
 SAMPLES = names(
-    "apertus deepseek_v3 falcon_h1 gemma2 gemma3_text gemma4_text glm4 glm4_moe gpt_oss granitemoehybrid lfm2 lfm2_moe "
-    "llama llama4_text ministral3 mistral mixtral nemotron_h olmo2 phi3 qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe "
-    "qwen3_next smollm3"
+    "apertus cohere deepseek_v3 falcon_h1 gemma2 gemma3_text gemma4_text glm4 glm4_moe gpt_oss granitemoehybrid lfm2 "
+    "lfm2_moe llama llama4_text ministral3 mistral mixtral nemotron_h olmo2 phi3 qwen2 qwen2_moe qwen3 qwen3_5_text "
+    "qwen3_moe qwen3_next smollm3"
 )
 
 

@@ -174,6 +174,8 @@ class Family:
     refused_by_peft: tuple[str, ...] = ()  # linear layers for which peft loads no adapters; "all" leaves them out
     # beginnings of parameters of a layer without adapters, because the class of transformers joins weights of the files
     unadapted: tuple[str, ...] = ()
+    # linear layers of a layer of that class with other names than in the files -> number of matrices that each joins
+    joined_linear: Mapping[str, int] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name
     # Field with the number of tokens that a layer attends to, with the current one, and the type in ``layer_types`` of the
     # layers to which it applies, empty for all layers.

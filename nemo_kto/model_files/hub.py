@@ -22,7 +22,7 @@ HUB = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
-_ABOUT = ("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_ABOUT = ("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py")  # code is copied to exports, and never run
 _CACHED = re.compile(
     r"(?:.*/)?models--(?P<organisation>[\w-][\w.-]*?)--(?P<name>[\w-][\w.-]*)/snapshots/(?P<commit>[0-9a-f]{40})/?", re.ASCII
 )

@@ -67,9 +67,12 @@ def _renewed(config: Mapping[str, Any]) -> dict[str, Any]:
     found, sparse = dict(config), config.get("sparse_attention_config")
     if isinstance(freq := config.get("moe_layer_freq"), list):
         found.setdefault("mlp_layer_types", ["sparse" if each else "dense" for each in freq])
-    rotated, head = config.get("rotary_dim"), config.get("head_dim", 128)
+    rotated, head, factor = config.get("rotary_dim"), config.get("head_dim", 128), config.get("partial_rotary_factor")
     if isinstance(rotated, int) and isinstance(head, int) and head and not config.get("rope_parameters"):
-        found.setdefault("partial_rotary_factor", rotated / head)
+        if isinstance(factor, int | float) and abs(factor * head - rotated) >= 1:
+            text = f"rotary_dim must be partial_rotary_factor * head_dim, {factor} * {head}, got {rotated}"
+            raise ValueError(f"{text}; correct one")
+        found["partial_rotary_factor"] = rotated / head if factor is None else factor
     nested = sparse if isinstance(sparse, dict) else {}
     blocks, size = (nested.get(old, config.get(new, default)) for new, old, default in _CHOSEN)
     if type(blocks) is int and type(size) is int:  # others are refused by their types
@@ -100,6 +103,7 @@ MINIMAX_M3_TEXT = replace(
         *(name for new, old, _ in _CHOSEN for name in (new, f"sparse_attention_config.{old}")),
     ),
     unadapted=("mlp.",),
+    joined_linear={"mlp.gate_up_proj": 2, "mlp.shared_experts.gate_up_proj": 2, "mlp.shared_experts.down_proj": 1},
     chosen_keys="index_topk",
     dense_width="dense_intermediate_size",
     experts=ExpertFields(

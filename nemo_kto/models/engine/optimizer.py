@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -126,8 +133,13 @@ def build_optimizer(
         use_distributed_optimizer=use_distributed_optimizer,
         **state_options,
     )
+    # biases and norms have no weight decay; norms with weights of each head are matrices, which it would apply to
+    overrides = get_standard_config_overrides(config)
+    overrides[ParamKey(name=("*.q_layernorm.weight", "*.k_layernorm.weight"))] = {"wd_mult": 0.0}
     # Experts have a separate optimizer. If only experts are trained, the optimizer of the other weights is empty.
-    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=state.uses_gloo_groups())
+    optimizer = get_megatron_optimizer(
+        config, list(chunks), config_overrides=overrides, use_gloo_process_groups=state.uses_gloo_groups()
+    )
     parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     if moments_dtype == torch.bfloat16:
         for part in parts:

@@ -45,8 +45,8 @@ class QuantizedLinear(nn.Module):
 def quantize_base(model: nn.Module, folder: Path, base_format: str, *, start: str) -> None:
     """Quantize the weights that the training quantizes, one after the other; adapters are left as they are.
 
-    ``folder`` is that of the base model, and ``start`` the beginning of the names of its text model's modules. The routed
-    experts of a layer, which transformers joins in parameters, get the values of the format and stay dense.
+    ``folder`` is that of the base model, and ``start`` the beginning of the names of its text model's modules. Matrices that
+    transformers joins, such as the routed experts of a layer, get the values of the format and stay dense.
     """
     architecture = replace(read_architecture(folder, tensor_parallel=1), base_format=base_format)
     mappings = [each for each in architecture.family.mappings if is_quantized(each.mcore_name, architecture)]
@@ -55,12 +55,19 @@ def quantize_base(model: nn.Module, folder: Path, base_format: str, *, start: st
         if name.startswith(start) and isinstance(module, nn.Linear) and _in_layer(name) in modules:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, QuantizedLinear(linear=module, form=form))
+        elif name.startswith(start) and (number := architecture.family.joined_linear.get(_in_layer(name) or "")):
+            for matrix in module.weight.chunk(number):
+                _round(matrix, form)
     joined = [each for each in (*mappings, *architecture.family.joined) if each.joins_experts]
     transposed = {_in_layer(name) for each in joined if each.transposed for name in each.hf_names}
     for name, parameter in model.named_parameters():
         if name.startswith(start) and ".experts." in name and parameter.dim() == _JOINED_DIM:
             for matrix in parameter.mT if _in_layer(name) in transposed else parameter:
-                matrix.copy_(dequantize(quantize(matrix, form), form, matrix.dtype))
+                _round(matrix, form)
+
+
+def _round(matrix: Tensor, form: BaseFormat) -> None:
+    matrix.copy_(dequantize(quantize(matrix, form), form, matrix.dtype))
 
 
 def _in_layer(name: str) -> str | None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
@@ -22,6 +22,7 @@ from nemo_kto.layers.weight_formats import quantize
 from nemo_kto.run.policy import export_checkpoint
 from nemo_kto.tools.inference.opening import open_model
 from nemo_kto.tools.inference.quantized_base import QuantizedLinear
+from tests.families import MODELS as FAMILY_MODELS
 from tests.helpers import hf_models, quantized_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
@@ -264,15 +265,30 @@ def test_inference_has_the_weights_of_the_training(
     name: str, form: str, folders: hf_models.LazyFolders, tmp_path: Path
 ) -> None:
     """Those of the files, each quantized and dequantized, also where transformers joins or transposes them."""
-    quantized_jobs.write_dequantized(folders[name], tmp_path / "base", form)
-    hf_models.peft_model(folders[name], replace(ALL, target_modules=("o_proj",))).save_pretrained(tmp_path / "adapter")
-    how: dict[str, Any] = {"class_name": "AutoModelForCausalLM", "dtype": torch.float32, "remedy": ""}
-    model = open_model(folders[name], adapters=tmp_path / "adapter", base_format=form, **how)
+    _assert_weights_of_inference(folders[name], form, tmp_path, "AutoModelForCausalLM")
+
+
+def test_inference_with_linear_layers_that_are_named_otherwise(tmp_path: Path) -> None:
+    """MiniMax M3's class joins two matrices of an MLP."""
+    model = FAMILY_MODELS["minimax-m3"]
+    widths = ("hidden_size", "intermediate_size", "shared_intermediate_size", "dense_intermediate_size")
+    text = {**model.fields["text_config"], **dict.fromkeys(widths, 64), "head_dim": 16, "num_key_value_heads": 4}
+    config = replace(model, fields={**model.fields, "text_config": text}).config()
+    hf_models.save_model(AutoModelForImageTextToText.from_config(config), tmp_path / "model")
+    _assert_weights_of_inference(tmp_path / "model", "nf4", tmp_path, "AutoModelForImageTextToText")
+
+
+def _assert_weights_of_inference(folder: Path, form: str, place: Path, class_name: str) -> None:
+    quantized_jobs.write_dequantized(folder, place / "base", form)
+    adapted = LoraConfig(r=2, target_modules=r"(?!.*vision).*\.o_proj")
+    get_peft_model(hf_models.load(folder), adapted).save_pretrained(str(place / "adapter"))
+    how: dict[str, Any] = {"class_name": class_name, "dtype": torch.float32, "remedy": ""}
+    model = open_model(folder, adapters=place / "adapter", base_format=form, **how)
     found = dict(model.named_parameters())
     modules = {each: module for each, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     found |= {f"{each}.weight": module.weight for each, module in modules.items()}
     found = {each.replace(".base_layer", ""): values for each, values in found.items()}
-    expected = dict(hf_models.load(tmp_path / "base").named_parameters())
+    expected = dict(hf_models.load(place / "base").named_parameters())
     assert [each for each, values in expected.items() if not torch.equal(found[each], values)] == []
 
 

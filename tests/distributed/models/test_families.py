@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_kto.distributed.state import Layout
 from tests.families import TRAJECTORIES
+from tests.helpers import lora_jobs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, length, train, trajectory
 
@@ -34,3 +36,19 @@ def test_same_trajectory(
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
     assert ours != expected, "computed and rounded differently"
     assert_same(ours, expected, steps=steps)
+
+
+def decayed(folder: Path) -> set[str]:
+    """On a rank: names of the weights that weight decay applies to."""
+    chunks, _ = lora_jobs.build(folder, Layout(), distributed=False)
+    groups = lora_jobs.optimizer_of(chunks, distributed=False).param_groups
+    found = {id(each) for group in groups if group["wd_mult"] > 0 for each in group["params"]}
+    return {name for name, parameter in chunks[0].named_parameters() if id(parameter) in found}
+
+
+@pytest.mark.parametrize("family", ["cohere", "olmo2"])
+def test_norms_have_no_weight_decay(family: str, ranks: RankPool, tiny_checkpoint: Callable[..., Path]) -> None:
+    """Neither those with a weight for each head, which are matrices."""
+    (found,) = ranks.run(1, decayed, tiny_checkpoint(family))
+    assert any("linear_qkv.weight" in name for name in found)
+    assert [name for name in found if "norm" in name] == []

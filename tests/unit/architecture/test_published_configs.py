@@ -332,6 +332,7 @@ DEEPSEEK, BIG, FACTORS = "deepseek-ai--DeepSeek-V3", 10**30, {"short_factor": [1
         (M3, {"use_gemma_norm": False}, ("use_gemma_norm", "False", "correct")),
         (M3, {"sparse_attention_config": {"sparse_topk_blocks": 0}}, ("sparse_attention_config.sparse_topk_blocks", "0")),
         (M3, {"model_type": "minimax_m3_vl_text"}, None),
+        (M3, {"rotary_dim": 32}, ("rotary_dim", "0.5 * 128", "got 32", "correct")),
         ("Qwen--Qwen3-0.6B", {"num_hidden_layers": 100_000}, ("num_hidden_layers", "10000", "100000")),
         ("Qwen--Qwen3-0.6B", {"num_labels": 10**9, "id2label": None}, None),
         (DEEPSEEK, {"n_group": 0, "topk_group": 0, "n_shared_experts": 0}, None),
@@ -361,6 +362,15 @@ def test_single_fields(name: str, changes: dict[str, Any], parts: tuple[str, ...
         return
     with raises(UserError, *parts):
         read_architecture(tmp_path, tensor_parallel=1)
+
+
+def test_rotary_dim_of_minimax_m3(tmp_path: Path) -> None:
+    """It takes the place of a partial_rotary_factor that is null or absent."""
+    for factor in ({"partial_rotary_factor": None}, {}):
+        config = published(M3)
+        text = {name: value for name, value in config["text_config"].items() if name != "partial_rotary_factor"}
+        folder = write({**config, "text_config": {**text, **factor, "rotary_dim": 32}}, tmp_path)
+        assert len(read_architecture(folder, tensor_parallel=1).rope.frequencies) == 32 // 2
 
 
 @pytest.mark.parametrize("kind", ["type", "rope_type"])

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from nemo_kto.errors import UserError
 from nemo_kto.model_files.hub import local_folder, pin
@@ -68,6 +69,21 @@ def test_a_model_that_the_cache_lacks_offline(cache: Path) -> None:
     for name in ("hf:org/other", "hf:org/model@v9"):
         with raises(UserError, name, "HF_HUB_OFFLINE=1", f"HF_HUB_CACHE={cache}", "hf download org/"):
             pin(name)
+
+
+def test_weights_are_downloaded_in_one_format_and_code_with_them(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports of models with code of their own contain it."""
+    model = ["config.json", "model.safetensors", "modeling_mimo.py", "tokenizer.json", "README.md"]
+    asked: list[list[str]] = []
+
+    def snapshot(_: str, *, allow_patterns: list[str], ignore_patterns: list[str], **__: object) -> str:
+        names = [*model, "model.gguf", "original/model.safetensors", "consolidated.safetensors"]
+        asked.append([*filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)])
+        return FIRST
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    pin("hf:org/with-code")
+    assert asked == [model]
 
 
 ANSWERS = {  # repository -> status and error code of the hub's answer
