@@ -189,7 +189,7 @@ class LogProbEngine:
     def keeps_tokens(self) -> bool:
         """Return whether all layers of the model can continue sequences without computing their tokens again; collective.
 
-        They must have softmax attention of this package. The tokens of a pass must not be divided among the ranks, nor a pass
+        They must have softmax attention of this package, and the tokens of a pass must not be divided among the ranks, or
         need several micro-batches, as with virtual pipeline stages.
         """
         config, modules = self._config, [module for chunk in self.chunks for module in chunk.modules()]

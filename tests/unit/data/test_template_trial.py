@@ -166,14 +166,14 @@ def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
-    """Although it ignores the signal by which Python ends it; it runs neither the program nor files of its working folder."""
+    """Although it ignores the signal by which Python ends it; it runs neither the program nor files in its folder."""
     lines = ["print('started', flush=True)", "from nemo_kto.data.tokens.rendering import renderer"]
     (tmp_path / "program.py").write_text("\n".join([*lines, "renderer(abs, -1, max_seconds=9)", "print('done')"]))
     (folder := tmp_path / "folder").mkdir()
     for module in ("multiprocessing", "signal"):  # what a new process imports first
         (folder / f"{module}.py").write_text("open('imported', 'w')")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, tmp_path / "program.py"]
+    command = [sys.executable, str(tmp_path / "program.py")]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.stdout == "started\ndone\n"
     assert not (folder / "imported").exists()
