@@ -50,7 +50,8 @@ def quantize(values: Tensor, form: BaseFormat) -> Quantized:
     """
     height = form.block[0]
     rows = max(1, _VALUES_AT_ONCE // (height * values.size(1))) * height
-    parts = [_quantize(part.float(), form) for part in values.split(rows)]
+    # contiguous, as torch copies it otherwise with a warning
+    parts = [_quantize(part.float().contiguous(), form) for part in values.split(rows)]
     return parts[0] if len(parts) == 1 else Quantized(*map(torch.cat, zip(*parts, strict=True)))
 
 

@@ -189,7 +189,8 @@ class LogProbEngine:
     def keeps_tokens(self) -> bool:
         """Return whether all layers of the model can continue sequences without computing their tokens again; collective.
 
-        They must have softmax attention of this package, and the tokens of a pass must not be divided among the ranks.
+        They must have softmax attention of this package, and the tokens of a pass must not be divided among the ranks, or
+        need several micro-batches, as with virtual pipeline stages.
         """
         config, modules = self._config, [module for chunk in self.chunks for module in chunk.modules()]
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
@@ -197,7 +198,8 @@ class LogProbEngine:
             layer.self_attention for layer in layers if type(layer.self_attention) in (SelfAttention, GatedAttention)
         ]
         can = len(attentions) == len(layers) and all(type(each.core_attention) is TorchAttention for each in attentions)
-        can = can and self.limits.multiple == config.context_parallel_size == 1 and not experts_span_copies(config)
+        can = can and self.limits.multiple == config.context_parallel_size == self.limits.group == 1
+        can = can and not experts_span_copies(config)
         return max_over_ranks(int(not can)) == 0
 
     def _forward(self, micro_batches: list[MicroBatch], head: Head, values_B: Tensor) -> None:

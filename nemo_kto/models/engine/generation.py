@@ -108,7 +108,7 @@ class NewTokenPasses:
     _places: dict[int, range] = field(init=False, default_factory=dict)  # of each sequence in the last pack
 
     def have_room(self, lengths: Iterable[int], decoding: Decoding) -> bool:
-        """Return whether prompts of these lengths and their answers have no more tokens than a micro-batch of training."""
+        """Return whether prompts of these lengths, with answers, fit in a micro-batch of training; one always does."""
         limits, tokens = self.engine.limits, [min(n + decoding.max_new_tokens, decoding.seq_length) for n in lengths]
         return len(tokens) == 1 or sum(tokens) <= (limits.tokens or decoding.seq_length * (limits.prompts or 1))
 

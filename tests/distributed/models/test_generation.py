@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "cp2": (2, {"context": 2}, {}),
     "packed_cp2": (2, {"context": 2}, {"packed": True}),
     "tp2_pp2_sequence_parallel": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    "pp2_vp2": (2, {"pipeline": 2, "virtual": 2}, {}),
     "cp2_pp2_vp2": (4, {"context": 2, "pipeline": 2, "virtual": 2}, {}),
 }
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -33,7 +34,7 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2_one_prompt": (2, {"expert": 2, "expert_tensor": 1}, {"prompts": 1}),  # the other rank has none
     "tp2_ep2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
 }
-QUICK = ("pp2", "packed_cp2", "tp2_pp2_sequence_parallel", "ep2_one_prompt")
+QUICK = ("pp2", "pp2_vp2", "packed_cp2", "tp2_pp2_sequence_parallel", "ep2_one_prompt")
 KEEP_TOKENS = ("tp2", "pp2", "dp2")  # layouts at which each pass computes only new tokens
 
 

@@ -20,6 +20,7 @@ from nemo_kto.data.tokens.cache import KTO_EXAMPLES, Tokeniser
 from nemo_kto.data.tokens.chat_template import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.rendering import MARK, _render
 from nemo_kto.data.tokens.truncation import Truncation
+from tests.helpers.documented import REPOSITORY
 from tests.helpers.messages import Message, assert_names
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer
 
@@ -164,7 +165,15 @@ def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) 
     assert len(received) > 2
 
 
-def test_the_process_ends_with_its_parent() -> None:
-    """Although it ignores the signal by which Python ends it."""
-    program = "from nemo_kto.data.tokens.rendering import renderer\nrenderer(abs, -1, max_seconds=9)\nprint('done')"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100).stdout == "done\n"
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
+    """Although it ignores the signal by which Python ends it; it runs neither the program nor files in its folder."""
+    lines = ["print('started', flush=True)", "from nemo_kto.data.tokens.rendering import renderer"]
+    (tmp_path / "program.py").write_text("\n".join([*lines, "renderer(abs, -1, max_seconds=9)", "print('done')"]))
+    (folder := tmp_path / "folder").mkdir()
+    for module in ("multiprocessing", "signal"):  # what a new process imports first
+        (folder / f"{module}.py").write_text("open('imported', 'w')")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "started\ndone\n"
+    assert not (folder / "imported").exists()

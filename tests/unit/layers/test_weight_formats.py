@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -131,6 +132,20 @@ def test_parts_of_a_matrix_are_quantized_like_the_whole(form: str, monkeypatch: 
     monkeypatch.setattr(weight_formats, "_VALUES_AT_ONCE", 100 * 256)
     parts = quantize(matrix(300), FORMATS[form])
     assert all(torch.equal(part, expected) for part, expected in zip(parts, whole, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_matrix_that_is_stored_transposed(form: str) -> None:
+    """It is quantized as any other one, without torch's warning, which a chat would show."""
+    expected, transposed = quantize(matrix(300), FORMATS[form]), matrix(300).T.contiguous().T
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = quantize(transposed, FORMATS[form])
+    finally:
+        torch.set_warn_always(False)
+    assert all(torch.equal(part, each) for part, each in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMATS)
