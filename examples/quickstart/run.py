@@ -129,8 +129,8 @@ def print_samples(file: Path) -> None:
         question = sample["prompt"].rpartition("user\n")[2].partition("<|im_end|>")[0]
         answers.setdefault(question, []).append(sample["answer"])
     print("\nAnswers to two prompts")
-    for question, (before, *_, after) in answers.items():
-        print(f"  {question}\n    before: {before!r}\n    after:  {after!r}")
+    for question, found in answers.items():
+        print(f"  {question}\n    before: {found[0]!r}\n    after:  {found[-1]!r}")
 
 
 def nemo_kto() -> list[str]:
