@@ -99,9 +99,9 @@ def write_inputs(folder: Path) -> None:
 
 
 def logged(folder: Path) -> dict[tuple[int, str], float]:
-    """Return every train/ and val/ figure of a run by its step and name; of a repeated step the last."""
-    found = dict[tuple[int, str], float]()
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    """Return every train/ and val/ figure of a run by its step and name, of a repeated step the last; none if it failed."""
+    found, file = dict[tuple[int, str], float](), folder / "metrics.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else ():
         row = json.loads(line)
         found |= {(row["step"], name): value for name, value in row.items() if name.startswith(("train/", "val/"))}
     return found
@@ -113,7 +113,7 @@ def compare(folder: Path, before: Path) -> int:
     for name in JOBS:
         ours, theirs = logged(folder / name), logged(before / name)
         wrong = [key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
-        different += bool(wrong)
+        different += bool(wrong or not theirs)
         print(f"{name:22} {len(theirs):4} figures, {len(wrong)} differ", *sorted(wrong)[:3])
     print(f"{len(JOBS) - different} of {len(JOBS)} jobs are equal")
     return different

@@ -1,4 +1,8 @@
-"""config.json of published models, word by word, and mutants of them: read as transformers reads them, or refused."""
+"""config.json of published models, and mutants of them: read as transformers reads them, or refused.
+
+Those of Falcon-H1, Ling and MiniMax-M3-VL are composed of fields that other projects publish; the others are the files word
+by word.
+"""
 
 from __future__ import annotations
 
