@@ -90,16 +90,17 @@ class PackedSequences(PackedSeqParams):
         ]
 
 
+_no_indices = functools.partial(torch.zeros, 0, dtype=torch.long)
+
+
 @dataclass(kw_only=True)
 class KeptTokens:
     """Queries, keys and values of the last pack in each layer, for a pass over tokens that continue its segments."""
 
     heads: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # id of the layer's attention -> [tokens, ...] each
     # index of each token of the new pack in the last pack followed by the new tokens
-    order_t: Tensor = field(default_factory=functools.partial(torch.zeros, 0, dtype=torch.long))
-    new_n: Tensor = field(
-        default_factory=functools.partial(torch.zeros, 0, dtype=torch.long)
-    )  # indices of new tokens in the new pack
+    order_t: Tensor = field(default_factory=_no_indices)
+    new_n: Tensor = field(default_factory=_no_indices)  # indices of the new tokens in the new pack
 
     def extend(self, attention: TorchAttention, *new: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of all tokens of the new pack, given those of the new tokens, and keep them."""

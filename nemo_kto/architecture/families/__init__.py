@@ -13,10 +13,10 @@ _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in p
 _ROWS = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
 _FOUND = sorted({family.hf_architecture + family.text_type: family for family in _ROWS}.values(), key=lambda row: row.name)
 FAMILIES = {family.hf_architecture: family for family in _FOUND if not family.text_type}
-# unknown to transformers
+# model types that transformers does not have -> those that it has for the same weights
 ALIASES = {alias: family.name for family in FAMILIES.values() for alias in family.aliases if not family.config_type}
 _NAMED = {family.name: family for family in FAMILIES.values()}
-# models whose class is code in their folders; transformers has those with the weights of another family under its own name
+# model types whose class is code beside the weights; some have the weights of a family that transformers has
 WITH_CODE = {kind for family in FAMILIES.values() if family.config_type for kind in (family.name, *family.aliases)}
 ALIASES |= {
     name: family.config_type
